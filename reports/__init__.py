@@ -1,0 +1,1 @@
+"""Reading run folders: records, tables and reports. Knows nothing of the engine."""
