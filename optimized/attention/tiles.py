@@ -1,0 +1,98 @@
+"""Tile sizes of the Triton kernels: from the head dims and the device alone, so that no batch compiles anew."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimized.rounding import IS_INTERPRETED
+
+_MIN_DOT = 16
+"""Smallest side of a compiled `tl.dot`."""
+_STORAGE_BYTES = 2
+_MAX_ACC_ELEMENTS = 128 * 256
+"""Float32 accumulator elements of one program: 128 registers a thread at 8 warps."""
+_INTERPRETED_ELEMENTS = 1 << 19
+"""Score elements of one interpreted program: above it, numpy's own time dominates the fixed cost of a step."""
+_COMPILED_CHOICES = (
+    (128, 64, 8, 3),
+    (128, 64, 8, 2),
+    (64, 64, 4, 2),
+    (64, 32, 4, 2),
+    (32, 32, 4, 2),
+    (16, 32, 4, 1),
+)
+"""(query rows, keys, warps, stages), the fastest first."""
+
+
+@dataclass(frozen=True)
+class MhaTiles:
+    """Compile keys of `masked_mha_kernel`."""
+
+    block_d: int
+    """First part of the q/k head dim: a power of two."""
+    block_d_tail: int
+    """Padded rest of the q/k head dim, or 0. 192 is 128 + 64 rather than 256."""
+    block_dv: int
+    block_h: int
+    """Heads of one program; 1 unless `folded`."""
+    block_m: int
+    """Query rows of one program."""
+    block_n: int
+    """Keys of one step: a multiple of 32."""
+    folded: bool
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (max(n, 1) - 1).bit_length()
+
+
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """`(first, tail)`: a power of two and a padded rest, where that is less padding than one power of two."""
+    whole = max(next_power_of_2(head_dim), _MIN_DOT)
+    first = whole // 2
+    if first < _MIN_DOT or head_dim == whole:
+        return whole, 0
+    tail = max(next_power_of_2(head_dim - first), _MIN_DOT)
+    return (first, tail) if first + tail < whole else (whole, 0)
+
+
+def mha_tiles(q: Tensor, v: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> MhaTiles:
+    """Tiles for q `[Tq, H, D]` and v `[Tk, H, Dv]`. The lengths count only in interpreted mode."""
+    block_dv = max(next_power_of_2(v.shape[2]), _MIN_DOT)
+    if not IS_INTERPRETED:
+        block_d, block_d_tail = split_head_dim(q.shape[2])
+        return _compiled_tiles(block_d, block_d_tail, block_dv, shared_memory_bytes(q.device))
+    block_d = max(next_power_of_2(q.shape[2]), _MIN_DOT)
+    block_m = min(max(next_power_of_2(max_seqlen_q), _MIN_DOT), 128)
+    block_n = min(max(next_power_of_2(max_seqlen_k), 32), 128)
+    room = max(_INTERPRETED_ELEMENTS // (block_m * max(block_n, block_d, block_dv)), 1)
+    block_h = min(next_power_of_2(q.shape[1]), 1 << (room.bit_length() - 1))
+    return MhaTiles(block_d, 0, block_dv, block_h, block_m, block_n, True, num_warps=4, num_stages=1)
+
+
+@cache
+def _compiled_tiles(block_d: int, block_d_tail: int, block_dv: int, shared_bytes: int) -> MhaTiles:
+    """The largest tiles whose operands fit the shared memory of one block and whose accumulator fits registers."""
+    width = block_d + block_d_tail
+    for block_m, block_n, num_warps, num_stages in _COMPILED_CHOICES:
+        operands = block_m * (width + block_n) + num_stages * block_n * (width + block_dv)
+        if operands * _STORAGE_BYTES <= shared_bytes and block_m * block_dv <= _MAX_ACC_ELEMENTS:
+            return MhaTiles(
+                block_d, block_d_tail, block_dv, 1, block_m, block_n, False, num_warps, num_stages
+            )
+    raise ValueError(
+        f"head dims (q/k {width}, v {block_dv}, padded) need more than the {shared_bytes} bytes of shared memory "
+        "that one block of this device may use"
+    )
+
+
+@cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """Shared memory that one block may use on this CUDA device."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
