@@ -54,8 +54,8 @@ def _keep_words(
 ) -> tl.tensor:
     """Mask words `word`, counted from bit `key_start`: bit i is the segment's key `32 * word + i`.
 
-    32 keys from an unaligned start straddle two words of the mask, so both are read and joined. Words outside the
-    mask's data (and the key-start word, which is no data) count as 0 and are not read.
+    32 keys from an unaligned start straddle two words of the mask, so both are read and joined. Words outside
+    the mask's data (and the key-start word, which is no data) count as 0 and are not read.
     `(high << 1) << (31 - r)` is `high << (32 - r)` without ever shifting by 32.
     """
     if KEYS == MASKED:
@@ -86,7 +86,7 @@ def list_key_tiles_kernel(
     BLOCK_N: tl.constexpr,
     LIST_WORDS: tl.constexpr,
 ) -> None:
-    """For one tile of query rows: entry 0 of its list is the count, then the key tiles that hold any mask bit."""
+    """List the key tiles that hold any mask bit of one tile of query rows: entry 0 is the count."""
     q_tile = tl.program_id(0)
     request = tl.program_id(1)
     q_len = tl.load(cu_seqlens_q_ptr + request + 1) - tl.load(cu_seqlens_q_ptr + request)
@@ -155,8 +155,8 @@ def masked_mha_kernel(
 ) -> None:
     """Attention of one tile of query rows of one request, for one head (or BLOCK_H folded heads).
 
-    Strides of q, k, v and out come in units of STRIDE_UNIT elements, so that the compiler can see when rows are
-    aligned for 128-bit loads although no stride is a compile key.
+    Strides of q, k, v and out come in units of STRIDE_UNIT elements, so that the compiler can see when rows
+    are aligned for 128-bit loads although no stride is a compile key.
     """
     if STRIDE_UNIT != 1:
         stride_qt *= STRIDE_UNIT

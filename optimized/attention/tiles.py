@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton kernels: from the head dims and the device alone, so that no batch compiles anew."""
+"""Tile sizes of the Triton kernels: from head dims and device alone, so that no batch compiles anew."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +15,7 @@ _STORAGE_BYTES = 2
 _MAX_ACC_ELEMENTS = 128 * 256
 """Float32 accumulator elements of one program: 128 registers a thread at 8 warps."""
 _INTERPRETED_ELEMENTS = 1 << 19
-"""Score elements of one interpreted program: above it, numpy's own time dominates the fixed cost of a step."""
+"""Elements of one interpreted tile: above it, numpy's own time dominates the fixed cost of an operation."""
 _COMPILED_CHOICES = (
     (128, 64, 8, 3),
     (128, 64, 8, 2),
@@ -25,6 +25,14 @@ _COMPILED_CHOICES = (
     (16, 32, 4, 1),
 )
 """(query rows, keys, warps, stages), the fastest first."""
+_COMPILED_MQA_CHOICES = (
+    (64, 32, 8, 3),
+    (64, 32, 8, 2),
+    (32, 32, 4, 2),
+    (16, 32, 4, 2),
+    (16, 16, 4, 1),
+)
+"""(most heads, keys, warps, stages), the fastest first."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ def mha_tiles(q: Tensor, v: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> Mha
 
 @cache
 def _compiled_tiles(block_d: int, block_d_tail: int, block_dv: int, shared_bytes: int) -> MhaTiles:
-    """The largest tiles whose operands fit the shared memory of one block and whose accumulator fits registers."""
+    """The largest tiles whose operands fit shared memory and whose accumulator fits registers."""
     width = block_d + block_d_tail
     for block_m, block_n, num_warps, num_stages in _COMPILED_CHOICES:
         operands = block_m * (width + block_n) + num_stages * block_n * (width + block_dv)
@@ -86,8 +94,8 @@ def _compiled_tiles(block_d: int, block_d_tail: int, block_dv: int, shared_bytes
                 block_d, block_d_tail, block_dv, 1, block_m, block_n, False, num_warps, num_stages
             )
     raise ValueError(
-        f"head dims (q/k {width}, v {block_dv}, padded) need more than the {shared_bytes} bytes of shared memory "
-        "that one block of this device may use"
+        f"head dims (q/k {width}, v {block_dv}, padded) need more than the {shared_bytes} bytes of shared "
+        "memory that one block of this device may use"
     )
 
 
@@ -96,3 +104,50 @@ def shared_memory_bytes(device: torch.device) -> int:
     """Shared memory that one block may use on this CUDA device."""
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
+
+
+@dataclass(frozen=True)
+class MqaTiles:
+    """Compile keys of `sparse_mqa_kernel`."""
+
+    block_latent: int
+    block_rope: int
+    """Padded rope width, or 0 without rope."""
+    block_t: int
+    """Query rows of one program; 1 unless `folded`."""
+    block_h: int
+    """Heads of one program."""
+    block_n: int
+    """Keys of one step."""
+    folded: bool
+    num_warps: int
+    num_stages: int
+
+
+def mqa_tiles(q: Tensor, v_dim: int, topk: int) -> MqaTiles:
+    """Tiles for q `[T, H, v_dim + rope]`. The rows and `topk` count only in interpreted mode."""
+    num_rows, num_heads, width = q.shape
+    block_latent = max(next_power_of_2(v_dim), _MIN_DOT)
+    block_rope = max(next_power_of_2(width - v_dim), _MIN_DOT) if width > v_dim else 0
+    block_h = max(next_power_of_2(num_heads), _MIN_DOT)
+    if not IS_INTERPRETED:
+        return _compiled_mqa_tiles(block_latent, block_rope, block_h, shared_memory_bytes(q.device))
+    block_n = min(max(next_power_of_2(topk), _MIN_DOT), 128)
+    room = max(_INTERPRETED_ELEMENTS // (max(block_n, block_h) * max(block_n, block_latent + block_rope)), 1)
+    block_t = min(next_power_of_2(num_rows), 1 << (room.bit_length() - 1))
+    return MqaTiles(block_latent, block_rope, block_t, block_h, block_n, True, num_warps=4, num_stages=1)
+
+
+@cache
+def _compiled_mqa_tiles(block_latent: int, block_rope: int, heads: int, shared_bytes: int) -> MqaTiles:
+    """The largest tiles that fit; a program never takes more heads than there are."""
+    width = block_latent + block_rope
+    for most_heads, block_n, num_warps, num_stages in _COMPILED_MQA_CHOICES:
+        block_h = min(most_heads, heads)
+        operands = block_h * (width + block_n) + num_stages * block_n * width
+        if operands * _STORAGE_BYTES <= shared_bytes and block_h * block_latent <= _MAX_ACC_ELEMENTS:
+            return MqaTiles(block_latent, block_rope, 1, block_h, block_n, False, num_warps, num_stages)
+    raise ValueError(
+        f"kv_lora_rank {block_latent} and rope {block_rope} (padded) need more than the {shared_bytes} bytes "
+        "of shared memory that one block of this device may use"
+    )

@@ -33,7 +33,7 @@ _LIST_WORDS = 64
 
 class _KeyTileLists(NamedTuple):
     entries: Tensor
-    """[B, query tiles, 1 + key tiles] int32: a count, then that many key-tile numbers; the rest is not read."""
+    """[B, query tiles, 1 + key tiles] int32: a count, then that many tile numbers; the rest is not read."""
     stride: int
 
 
@@ -54,27 +54,27 @@ def triton_masked_mha(
 ) -> tuple[Tensor, Tensor]:
     """Attention of each request's queries over its own segment of keys.
 
-    Request b owns rows `cu_seqlens_q[b]:cu_seqlens_q[b+1]` of q and `cu_seqlens_k[b]:cu_seqlens_k[b+1]` of k, v;
-    no other row is read for it. Lengths of 0 are legal, and so are k and v with 0 rows.
+    Request b owns rows `cu_seqlens_q[b]:cu_seqlens_q[b+1]` of q and `cu_seqlens_k[b]:cu_seqlens_k[b+1]` of k
+    and v; no other row is read for it. Lengths of 0 are legal, and so are k and v with 0 rows.
 
     Args:
         q: [Tq, H, D] bfloat16 or float16. k: [Tk, H, D]. v: [Tk, H, Dv], may be a strided view.
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32, on the device of q.
         max_seqlen_q, max_seqlen_k: longest lengths of the batch.
         scale: factor of the scores `q . k`.
-        mask: [B, padded_q, words] int32 (SPEC 2.1), or None. Bit `n & 31` of word `n >> 5` of row i says whether
-            query i may see key n.
-        offset: the segment's key n is bit `key_start + n`; `key_start` is the last word of query row 0, and the
-            last word of a row is never data.
+        mask: [B, padded_q, words] int32 (SPEC 2.1), or None. Bit `n & 31` of word `n >> 5` of row i says
+            whether query i may see key n.
+        offset: the segment's key n is bit `key_start + n`; `key_start` is the last word of query row 0, and
+            the last word of a row is never data.
         causal: without a mask only: query i sees the keys `n <= k_len - q_len + i`.
         out: where the output goes; allocated if None.
 
     Returns:
-        out [Tq, H, Dv] in the dtype of q, and the natural log-sum-exp [H, Tq] float32. A row without any key has
-        output 0 and log-sum-exp -inf.
+        out [Tq, H, Dv] in the dtype of q, and the natural log-sum-exp [H, Tq] float32. A row without any key
+        has output 0 and log-sum-exp -inf.
 
     Raises:
-        ValueError, TypeError: an argument has a wrong shape, dtype, device or combination; nothing is written.
+        ValueError, TypeError: an argument has a wrong shape, dtype or device; nothing is written.
     """
     call = check_attention_call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask, offset, causal, out
