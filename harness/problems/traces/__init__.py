@@ -1,0 +1,1 @@
+"""Data: small copies of public request traces. See README.md beside this file for sources and licences."""
