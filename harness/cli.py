@@ -1,0 +1,30 @@
+"""The command line: `mlacheck run | replay | shrink | list | report | doctor`.
+
+Exit codes of every command: 0 clean, 1 findings (or a replay that still fails), 2 could not run.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import click
+
+from harness.commands.doctor import doctor
+from harness.commands.listing import list_group
+from harness.commands.replay import replay
+from harness.commands.report import report
+from harness.commands.run import run
+from harness.commands.shrink import shrink
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(version("mlacheck"), prog_name="mlacheck")
+def main() -> None:
+    """Runs a sparse MLA implementation beside a float64 oracle and judges every stage within a derived bound."""
+
+
+for command in (run, replay, shrink, list_group, report, doctor):
+    main.add_command(command)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""`mlacheck list subjects|stages|mutants|findings`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+JSON_OPTION = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on the last line of stdout."
+)
+
+
+@click.group(name="list")
+def list_group() -> None:
+    """Name what there is: subjects, stages, mutants, findings."""
+
+
+@list_group.command()
+@JSON_OPTION
+def subjects(as_json: bool) -> None:
+    """What can be put under test here."""
+    from harness.subjects.registry import list_subjects
+
+    rows = [{"name": name, "what": what} for name, what in list_subjects().items()]
+    _show("subjects", ["name", "what"], rows, as_json)
+
+
+@list_group.command()
+@JSON_OPTION
+def stages(as_json: bool) -> None:
+    """The stages that are judged, in the order of the pipeline."""
+    from harness.checks.stages import STAGES
+
+    _show(
+        "stages", ["name", "what"], [{"name": name, "what": what} for name, what in STAGES.items()], as_json
+    )
+
+
+@list_group.command()
+@JSON_OPTION
+def mutants(as_json: bool) -> None:
+    """The planted faults: `mlacheck run --subject mutant:NAME`."""
+    from harness.mutants.registry import MUTANTS
+
+    rows = [{"name": m.name, "fault": m.fault, "stage": m.stage, "what": m.what} for m in MUTANTS.values()]
+    _show("mutants", ["name", "fault", "stage", "what"], rows, as_json)
+
+
+@list_group.command()
+@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@JSON_OPTION
+def findings(runs: Path, as_json: bool) -> None:
+    """The findings of all runs of this working folder."""
+    from harness.findings.store import read_state
+
+    rows = []
+    for case in sorted(runs.glob("*/findings/*/case.json")):
+        folder = case.parent
+        rows.append(
+            {"id": folder.name, **read_state(folder), "run": folder.parent.parent.name, "case": str(case)}
+        )
+    _show("findings", ["id", "state", "count", "run"], rows, as_json)
+
+
+def _show(title: str, columns: list[str], rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({title: rows}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, title=f"{len(rows)} {title}", box=None, title_justify="left")
+    for row in rows:
+        table.add_row(*(str(row[column]) for column in columns))
+    Console(soft_wrap=True).print(table)

@@ -1,0 +1,84 @@
+"""`mlacheck shrink`: make a stored failing case smaller."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from harness.commands.refusal import Refusal
+
+
+@click.command()
+@click.argument("what", metavar="FILE|DIR|ID")
+@click.option(
+    "--max-time", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True, metavar="S"
+)
+@click.option("--subject", help="Another subject than the stored one.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Where to write; default: NAME.small.json beside it."
+)
+@click.option("--json", "as_json", is_flag=True, help="Result as one JSON object on the last line of stdout.")
+def shrink(what: str, max_time: float, subject: str | None, out: Path | None, as_json: bool) -> None:
+    """Search for a smaller case that fails in the same way.
+
+    Exit code 1: it fails, and the smallest case was written; 0: it passes, nothing to shrink; 2: could not run.
+    """
+    from harness.engine.pool import Slot, fork_context
+    from harness.engine.worker import SubjectRefused, WorkerSpec
+    from harness.findings.shrink import shrink as shrink_problem
+    from harness.findings.store import CaseFile, CaseFileError, fingerprint, load_case, locate
+    from harness.problems.problem import Problem
+
+    try:
+        path = locate(what, Path("runs"))
+        case = load_case(path)
+    except CaseFileError as error:
+        raise Refusal(str(error)) from None
+    target = out or path.with_name(f"{path.stem}.small.json")
+    if not target.parent.is_dir():
+        raise Refusal(f"--out {target}: its folder does not exist")
+    scratch = tempfile.mkdtemp(prefix="mlacheck-")
+    slot = Slot(WorkerSpec(subject=subject or case.subject, scratch=scratch), max_time, fork_context())
+    try:
+        slot.prepare()
+        best = slot.run(case.problem.to_json(), 300.0)
+        if not best.status.is_finding:
+            click.echo(
+                json.dumps({"status": best.status.value}) if as_json else f"{path}: {best.status.value}"
+            )
+            return
+        goal = fingerprint(best)
+        smallest = {"record": best}
+
+        def fails(problem: Problem) -> bool:
+            record = slot.run(problem.to_json())
+            if fingerprint(record) != goal:
+                return False
+            smallest["record"] = record
+            return True
+
+        result = shrink_problem(case.problem, fails, seconds=max_time)
+    except SubjectRefused as error:
+        raise Refusal(str(error)) from None
+    finally:
+        slot.stop()
+        shutil.rmtree(scratch, ignore_errors=True)
+    target.write_text(CaseFile.of(smallest["record"], result.problem).text(), encoding="utf-8")
+    size = {
+        "requests": len(result.problem.requests),
+        "query_tokens": result.problem.num_tokens,
+        "keys": sum(result.problem.seq_lens),
+        "tries": result.tries,
+        "case": str(target.resolve()),
+    }
+    if as_json:
+        click.echo(json.dumps({"status": best.status.value, **size}))
+    else:
+        click.echo(", ".join(f"{value} {name.replace('_', ' ')}" for name, value in list(size.items())[:-1]))
+        click.echo(f"mlacheck replay {target.resolve()}")
+    sys.exit(1)

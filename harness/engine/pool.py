@@ -1,0 +1,151 @@
+"""The local pool: one worker process a slot, each case under a time-out.
+
+Workers are forked from a server process that has imported torch and Triton but never touched the device or
+`optimized`, so replacing a dead worker costs milliseconds instead of seconds. What a worker does to itself is a verdict:
+a death is CRASH (OOM if the kernel's killer struck meanwhile), silence past the time-out is HANG.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from concurrent.futures import CancelledError
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from harness.engine.worker import SubjectRefused, WorkerSpec, bare_record, prepare, run_case
+from harness.problems.problem import Problem
+from reports.records import CaseRecord, Status
+
+PRELOAD = ("torch", "triton", "hypothesis", "harness.problems.strategies", "harness.problems.tensors")
+CASES_PER_WORKER = 2000
+"""A worker is replaced after so many cases, which bounds whatever leaks in it."""
+START_TIMEOUT_S = 300.0
+"""Loading a subject may import and compile much; longer than this is a failure to start."""
+
+
+class Stopped(Exception):
+    """The pool was stopped while the case ran."""
+
+
+def fork_context(preload: tuple[str, ...] = PRELOAD) -> ForkServerContext:
+    """Context whose server process preloads the modules; only the first call of a process can choose them."""
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", *preload])
+    return context
+
+
+def gpu_count() -> int:
+    """Number of NVIDIA GPUs that this process may use, found without loading CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+
+
+@dataclass
+class Slot:
+    """One worker and its replacements. Not thread-safe: one thread drives one slot."""
+
+    spec: WorkerSpec
+    timeout_s: float
+    context: ForkServerContext
+
+    def __post_init__(self) -> None:
+        self._pool = self._new_pool()
+        self._stopped = False
+
+    def _new_pool(self) -> Any:
+        return ProcessPool(max_workers=1, max_tasks=CASES_PER_WORKER, context=self.context)
+
+    def prepare(self) -> dict[str, str]:
+        """Load the subject in the worker; returns versions and device.
+
+        Raises:
+            SubjectRefused: unknown subject, or it cannot be loaded here.
+        """
+        try:
+            facts: dict[str, str] = self._pool.schedule(
+                prepare, args=(self.spec,), timeout=START_TIMEOUT_S
+            ).result()
+            return facts
+        except TimeoutError:
+            raise SubjectRefused(f"{self.spec.subject}: not loaded after {START_TIMEOUT_S:.0f} s") from None
+        except (ProcessExpired, BrokenProcessPool) as error:
+            how = _how_it_ended(getattr(error, "exitcode", None))
+            raise SubjectRefused(f"{self.spec.subject}: the worker {how} while loading it") from None
+
+    def run(self, problem_json: str, timeout_s: float | None = None) -> CaseRecord:
+        """Judge one case; a time-out of its own may be given.
+
+        Raises:
+            Stopped: `stop` was called meanwhile.
+        """
+        limit = timeout_s or self.timeout_s
+        kills = oom_kills()
+        for last_try in (False, True):
+            try:
+                row = self._pool.schedule(run_case, args=(self.spec, problem_json), timeout=limit).result()
+                return CaseRecord.model_validate(row)
+            except TimeoutError:
+                return self._bare(problem_json, Status.HANG, f"no answer in {limit:g} s", seconds=limit)
+            except ProcessExpired as error:
+                return self._died(problem_json, error.exitcode, kills)
+            except CancelledError:
+                raise Stopped from None
+            except (BrokenProcessPool, RuntimeError):
+                # Pebble gives up the pool when a worker dies before its start of the task was seen, which may be
+                # an idle worker that was killed: one more try tells whether the case is to blame.
+                if self._stopped:
+                    raise Stopped from None
+                self._pool.stop()
+                self._pool = self._new_pool()
+                if last_try:
+                    return self._died(problem_json, None, kills)
+        raise AssertionError("unreachable")
+
+    def _died(self, problem_json: str, exitcode: int | None, kills: int) -> CaseRecord:
+        if oom_kills() > kills:
+            return self._bare(problem_json, Status.OOM, "the worker was killed for memory")
+        return self._bare(problem_json, Status.CRASH, f"the worker {_how_it_ended(exitcode)}")
+
+    def _bare(self, problem_json: str, status: Status, message: str, seconds: float = 0.0) -> CaseRecord:
+        problem = Problem.from_json(problem_json)
+        return bare_record(problem, self.spec.subject, status, message, seconds=seconds)
+
+    def stop(self) -> None:
+        """End the worker now; a case that runs is abandoned."""
+        self._stopped = True
+        self._pool.stop()
+        self._pool.join()
+
+
+def _how_it_ended(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "died"
+    if exitcode < 0:
+        try:
+            return f"was killed by {signal.Signals(-exitcode).name}"
+        except ValueError:
+            return f"was killed by signal {-exitcode}"
+    return f"exited with code {exitcode}"
+
+
+def oom_kills() -> int:
+    """How often the kernel has killed for memory so far, in this control group and on this machine."""
+    total = 0
+    for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
+        try:
+            lines = Path(path).read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return total

@@ -1,0 +1,266 @@
+"""The main process of a run: hands cases from the shards to the workers, keeps the book, decides when it is over.
+
+For each shard there is a driver process (draws the cases), a slot of the pool (judges them) and a thread here that
+goes between the two. All state that they share is in the `Book`. torch is never imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from datetime import UTC, datetime
+from pathlib import Path
+
+from harness.engine.book import Book, RunConfig
+from harness.engine.driver import Broken, Case, Finished, Search, Shrink, drive
+from harness.engine.journal import Journal
+from harness.engine.pool import Slot, Stopped, fork_context, gpu_count
+from harness.engine.worker import SubjectRefused, WorkerSpec
+from harness.findings.store import Finding, FindingStore, fingerprint
+from harness.problems.features import FEATURES
+from harness.problems.problem import Problem
+from reports.records import CaseRecord
+from reports.runs import RunMeta
+
+JOBS_PER_GPU = 4
+
+
+class CannotRun(Exception):
+    """The run cannot start: one line for the user. Nothing has been written."""
+
+
+def default_jobs() -> int:
+    """One worker a core; on GPUs a few for each, so that building and judging cases overlaps with kernels."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    gpus = gpu_count()
+    return min(cores, JOBS_PER_GPU * gpus) if gpus else cores
+
+
+def new_seed() -> int:
+    """A seed for a run that was given none; it is printed and stored."""
+    return secrets.randbelow(2**32)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    folder: Path
+    book: Book
+    interrupted: bool
+
+    @property
+    def exit_code(self) -> int:
+        """0 clean, 1 findings, 2 the run did not get through (nothing ran, the harness failed, interrupted)."""
+        book = self.book
+        if book.failing:
+            return 1
+        return 2 if book.broken or book.harness_errors or self.interrupted or not book.cases else 0
+
+
+class Observer:
+    """What a display may override; called with the book's lock held, or from the main thread."""
+
+    def starting(self, config: RunConfig) -> None:
+        """The workers are being started."""
+
+    def found(self, finding: Finding) -> None:
+        """A new fault."""
+
+    def shrunk(self, finding: Finding, tries: int) -> None:
+        """A finding was made smaller, or not."""
+
+    def tick(self, book: Book) -> None:
+        """Called a few times a second."""
+
+
+def run(config: RunConfig, observer: Observer) -> Outcome:
+    """Run a search to its end.
+
+    Raises:
+        CannotRun: unknown subject, a folder that is not empty, workers that do not start. Nothing was written.
+    """
+    if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
+        raise CannotRun(f"--out {config.out}: must be a folder that does not exist yet or is empty")
+    observer.starting(config)
+    context = fork_context(config.preload)
+    scratch = tempfile.mkdtemp(prefix="mlacheck-")
+    gpus = gpu_count()
+    slots = [
+        Slot(
+            WorkerSpec(
+                subject=config.subject,
+                scratch=scratch,
+                gpu=index % gpus if gpus > 1 else None,
+                threads=max(1, (os.cpu_count() or 1) // config.jobs) if gpus else 1,
+                checker=config.checker,
+                resolver=config.resolver,
+            ),
+            config.profile.case_timeout_s,
+            context,
+        )
+        for index in range(config.jobs)
+    ]
+    try:
+        try:
+            with ThreadPoolExecutor(config.jobs) as threads:
+                facts = list(threads.map(Slot.prepare, slots))[0]
+        except SubjectRefused as error:
+            raise CannotRun(str(error)) from None
+        with Journal(config.out) as journal:
+            store = FindingStore(config.out / "findings", facts)
+            book = Book(config, journal, store, searching=config.jobs)
+            meta = RunMeta(
+                subject=config.subject,
+                profile=config.profile.name,
+                seed=config.seed,
+                jobs=config.jobs,
+                facts=facts,
+                features=list(FEATURES),
+                started=datetime.now(UTC).isoformat(timespec="seconds"),
+            )
+            meta.write(config.out)
+            interrupted = _search(book, slots, context, observer)
+            store.close()
+            ended = {"search_seconds": book.search_seconds, "interrupted": interrupted}
+            meta.model_copy(update=ended).write(config.out)
+        return Outcome(config.out, book, interrupted)
+    finally:
+        for slot in slots:
+            slot.stop()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@dataclass
+class Shard:
+    """One driver process, one slot of the pool, and the thread that goes between them."""
+
+    index: int
+    slot: Slot
+    book: Book
+    observer: Observer
+    context: ForkServerContext
+
+    def __post_init__(self) -> None:
+        self._pipe, theirs = self.context.Pipe()
+        self._process = self.context.Process(
+            target=drive, args=(theirs,), name=f"shard-{self.index}", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self.thread = threading.Thread(target=self._serve, name=f"shard-{self.index}", daemon=True)
+
+    def _serve(self) -> None:
+        config, book = self.book.config, self.book
+        search = Search(
+            shard=self.index,
+            seed=config.seed,
+            profile=config.profile.name,
+            max_examples=config.max_examples,
+            steer=config.profile.steer,
+            strategy=config.strategy,
+        )
+        try:
+            try:
+                self._task(search, self._judge)
+            finally:
+                book.search_ends()
+            while (work := book.next_to_shrink()) is not None:
+                self._shrink(*work)
+        except Stopped:
+            pass
+        except (EOFError, OSError):
+            book.breaks(f"shard {self.index}: the driver process ended unexpectedly")
+        except Exception:
+            book.breaks(traceback.format_exc())
+
+    def _task(self, task: Search | Shrink, judge: Callable[[str], CaseRecord | None]) -> Finished | None:
+        """Give the driver a task and answer its questions until it is done; None if it failed."""
+        self._pipe.send(task)
+        while True:
+            message = self._pipe.recv()
+            if isinstance(message, Case):
+                self._pipe.send(judge(message.problem_json))
+            elif isinstance(message, Broken):
+                self.book.breaks(message.trace)
+                return None
+            else:
+                assert isinstance(message, Finished)
+                return message
+
+    def _run(self, problem_json: str, timeout_s: float | None = None) -> CaseRecord:
+        with self.book.lock:
+            self.book.journal.launch(self.index, problem_json)
+        return self.slot.run(problem_json, timeout_s)
+
+    def _judge(self, problem_json: str) -> CaseRecord | None:
+        if not self.book.take():
+            return None
+        record = self._run(problem_json)
+        with self.book.lock:
+            finding = self.book.add(record, problem_json)
+            self.book.journal.landed(self.index)
+            if finding is not None:
+                self.observer.found(finding)
+        return record
+
+    def _shrink(self, finding: Finding, seconds: float) -> None:
+        best: dict[str, CaseRecord] = {}
+
+        def judge(problem_json: str) -> CaseRecord | None:
+            if self.book.stopping:
+                return None
+            record = self._run(problem_json, min(self.slot.timeout_s, seconds))
+            with self.book.lock:
+                self.book.journal.landed(self.index)
+            best[record.case_id] = record
+            return record
+
+        goal = fingerprint(finding.record)
+        result = self._task(Shrink(finding.problem.to_json(), goal, seconds), judge)
+        if result is None or result.problem_json is None:
+            return
+        problem = Problem.from_json(result.problem_json)
+        with self.book.lock:
+            if problem.case_id in best:
+                self.book.store.shrunk(finding, best[problem.case_id], problem)
+            self.observer.shrunk(finding, result.tries)
+
+    def stop(self) -> None:
+        """End the driver process."""
+        with contextlib.suppress(OSError):
+            self._pipe.close()
+        self._process.terminate()
+        self._process.join(5)
+
+
+def _search(book: Book, slots: list[Slot], context: ForkServerContext, observer: Observer) -> bool:
+    """Start the shards and wait for them; True if the user interrupted."""
+    shards = [Shard(index, slot, book, observer, context) for index, slot in enumerate(slots)]
+    try:
+        for shard in shards:
+            shard.thread.start()
+        while any(shard.thread.is_alive() for shard in shards):
+            observer.tick(book)
+            time.sleep(0.1)
+        observer.tick(book)
+        return False
+    except KeyboardInterrupt:
+        book.stopping = True
+        return True
+    finally:
+        for slot in slots:
+            slot.stop()
+        for shard in shards:
+            shard.stop()
+            shard.thread.join(5)

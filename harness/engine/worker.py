@@ -1,0 +1,166 @@
+"""What runs inside a worker process: load the subject once, judge one case at a time.
+
+The worker owns the device. It is the only process that imports `optimized` (for a mutant: a patched copy of it),
+so a crash, a hang or a poisoned CUDA context costs one worker and never the run.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from harness.problems.problem import Problem
+from reports.records import CaseRecord, Status
+
+MUTANT_PREFIX = "mutant:"
+HARNESS_STAGE = "harness"
+"""Stage of a record that says that the harness itself failed, so that no subject is accused of it."""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Everything a worker has to know; sent to it with each call, so that a restarted worker needs no memory."""
+
+    subject: str
+    scratch: str
+    """Folder for temporary files of the worker; removed with the run even if the worker was killed."""
+    gpu: int | None = None
+    """Index of the GPU this worker uses, in the order of CUDA_VISIBLE_DEVICES; None: the default one."""
+    threads: int = 1
+    checker: str = "harness.checks.case:check_case"
+    """`module:function` of the judge: (Problem, subject name) -> CaseRecord."""
+    resolver: str = "harness.subjects.registry:resolve"
+    """`module:function` that raises if the subject name is unknown."""
+
+
+class SubjectRefused(Exception):
+    """The subject cannot be loaded here; the message is one line for the user."""
+
+
+_loaded: dict[WorkerSpec, Callable[[Problem, str], CaseRecord]] = {}
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _load(spec: WorkerSpec) -> Callable[[Problem, str], CaseRecord]:
+    if spec in _loaded:
+        return _loaded[spec]
+    tempfile.tempdir = spec.scratch
+    if spec.gpu is not None:
+        visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[spec.gpu] if visible else str(spec.gpu)
+    if spec.subject.startswith(MUTANT_PREFIX):
+        _named("harness.mutants.patch:install")(spec.subject.removeprefix(MUTANT_PREFIX).partition("@")[0])
+    checker: Callable[[Problem, str], CaseRecord] = _named(spec.checker)
+    _named(spec.resolver)(spec.subject)
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(spec.threads)
+    _loaded[spec] = checker
+    return checker
+
+
+def prepare(spec: WorkerSpec) -> dict[str, str]:
+    """Load the subject and describe the place where it runs.
+
+    Raises:
+        SubjectRefused: the name is unknown or the subject cannot run here (one line).
+    """
+    try:
+        _load(spec)
+    except SubjectRefused:
+        raise
+    except Exception as error:
+        if type(error).__name__ in ("SubjectError", "MutantError"):
+            raise SubjectRefused(str(error)) from None
+        raise SubjectRefused(f"{spec.subject}: {type(error).__name__}: {one_line(str(error))}") from None
+    return describe()
+
+
+def describe() -> dict[str, str]:
+    """Versions and device of this process, as far as they are loaded."""
+    facts = {"python": platform.python_version(), "machine": platform.machine()}
+    if "torch" in sys.modules:
+        import torch
+
+        facts["torch"] = str(torch.__version__)
+        facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    if "triton" in sys.modules:
+        import triton
+
+        facts["triton"] = str(triton.__version__)
+        facts["triton_mode"] = "interpreted" if triton.knobs.runtime.interpret else "compiled"
+    return facts
+
+
+def run_case(spec: WorkerSpec, problem_json: str) -> dict[str, Any]:
+    """Judge one case; never raises for what the subject or the judge does.
+
+    An exception that reaches this level is a fault of the harness (the judge turns those of the subject into
+    verdicts itself) and gives NOT_RUN at stage `harness`; running out of memory gives OOM.
+    """
+    start = time.perf_counter()
+    problem = Problem.from_json(problem_json)
+    try:
+        record = _load(spec)(problem, spec.subject)
+    except MemoryError as error:
+        record = bare_record(problem, spec.subject, Status.OOM, f"out of host memory: {one_line(str(error))}")
+    except SystemExit as error:
+        record = bare_record(problem, spec.subject, Status.CRASH, f"raised SystemExit({error.code!r})")
+    except Exception as error:
+        if _is_device_oom(error):
+            record = bare_record(problem, spec.subject, Status.OOM, one_line(str(error)))
+        else:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            message = (
+                f"{type(error).__name__}: {error} (at {os.path.basename(where.filename)}:{where.lineno})"
+            )
+            record = bare_record(
+                problem, spec.subject, Status.NOT_RUN, one_line(message), stage=HARNESS_STAGE
+            )
+    if not record.seconds:
+        record.seconds = time.perf_counter() - start
+    return record.model_dump(mode="json")
+
+
+def bare_record(
+    problem: Problem,
+    subject: str,
+    status: Status,
+    message: str,
+    stage: str | None = None,
+    seconds: float = 0.0,
+) -> CaseRecord:
+    """A record of a case about which nothing is known but how it ended."""
+    return CaseRecord(
+        case_id=problem.case_id,
+        subject=subject,
+        source=problem.source,
+        status=status,
+        stage=stage,
+        message=message,
+        features=problem.features(),
+        seconds=seconds,
+    )
+
+
+def one_line(text: str, limit: int = 400) -> str:
+    """The text without line breaks, cut at `limit` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _is_device_oom(error: Exception) -> bool:
+    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)

@@ -1,0 +1,123 @@
+"""Judge a stored case again in a fresh worker, and compare with what is stored."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.engine.pool import PRELOAD, Slot, fork_context
+from harness.engine.worker import HARNESS_STAGE, WorkerSpec
+from harness.findings.store import CaseFile, Expected, cause_of
+from reports.finding import headline, place_text, terms_text
+from reports.records import CaseRecord
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a replay gave."""
+
+    case: CaseFile
+    record: CaseRecord
+
+    @property
+    def failing(self) -> bool:
+        """Whether the subject is still accused."""
+        return self.record.status.is_finding
+
+    @property
+    def same_verdict(self) -> bool | None:
+        """Whether status, stage and cause are the stored ones; None if none are stored or the subject is another."""
+        if self.case.expected is None or self.case.subject != self.record.subject:
+            return None
+        now = Expected(status=self.record.status, stage=self.record.stage, cause=cause_of(self.record))
+        return now == self.case.expected
+
+    @property
+    def same_tensors(self) -> bool | None:
+        """Whether the tensors have the stored hash; None if one of the two was not built (a crash)."""
+        if not self.case.tensor_hash or not self.record.tensor_hash:
+            return None
+        return self.case.tensor_hash == self.record.tensor_hash
+
+    @property
+    def exit_code(self) -> int:
+        """1: fails; 2: the tensors are not the stored ones, or the harness failed; 0: passes."""
+        if self.failing:
+            return 1
+        return 2 if self.same_tensors is False or self.record.stage == HARNESS_STAGE else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "subject": self.record.subject,
+            "status": self.record.status.value,
+            "stage": self.record.stage,
+            "message": headline(self.record),
+            "same_verdict": self.same_verdict,
+            "tensor_hash": self.record.tensor_hash,
+            "same_tensors": self.same_tensors,
+            "margin_out": self.record.margin_out,
+            "margin_lse": self.record.margin_lse,
+            "paths": self.record.paths,
+            "seconds": round(self.record.seconds, 3),
+            "exit_code": self.exit_code,
+        }
+
+    def lines(self, path: Path) -> list[str]:
+        """For people."""
+        record, stored = self.record, self.case.expected
+        before = f"; stored: {stored.status.value} at {stored.stage or 'case'}" if stored else ""
+        lines = [
+            f"case     {path}",
+            f"subject  {record.subject}",
+            f"verdict  {record.status.value} at {record.stage or 'case'}"
+            f" ({_said(self.same_verdict, 'same as stored', 'DIFFERENT' + before, 'nothing to compare with')})",
+            f"tensors  {record.tensor_hash or 'not built'}"
+            f" ({_said(self.same_tensors, 'same as stored', 'DIFFERENT: ' + self.case.tensor_hash, 'not compared')})",
+            f"margins  out {_number(record.margin_out)}, LSE {_number(record.margin_lse)}  (err/tol)",
+            f"message  {headline(record)}",
+        ]
+        for check in record.checks:
+            if check.status.is_finding:
+                lines.append(
+                    f"  {check.check}: {check.status.value} {place_text(check.place)} {check.message}".rstrip()
+                )
+                if check.terms:
+                    lines.append(f"    tolerance: {terms_text(check.terms)}")
+        return lines
+
+
+def replay_case(
+    case: CaseFile,
+    *,
+    subject: str | None = None,
+    timeout_s: float = 300.0,
+    checker: str = WorkerSpec.checker,
+    resolver: str = WorkerSpec.resolver,
+    preload: tuple[str, ...] = PRELOAD,
+) -> Replay:
+    """Judge the case in a worker process of its own.
+
+    Raises:
+        SubjectRefused: the subject is unknown or cannot be loaded here.
+    """
+    scratch = tempfile.mkdtemp(prefix="mlacheck-")
+    spec = WorkerSpec(subject=subject or case.subject, scratch=scratch, checker=checker, resolver=resolver)
+    slot = Slot(spec, timeout_s, fork_context(preload))
+    try:
+        slot.prepare()
+        return Replay(case, slot.run(case.problem.to_json()))
+    finally:
+        slot.stop()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _said(same: bool | None, yes: str, no: str, unknown: str) -> str:
+    return unknown if same is None else yes if same else no
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

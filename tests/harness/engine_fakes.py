@@ -1,0 +1,102 @@
+"""Stand-ins for the judge, the subjects and the strategies: quick, torch-free, and misbehaving on demand.
+
+What a fake judge does depends on the number of query tokens of the case alone, so that each test can aim.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from hypothesis import strategies as st
+
+from harness.problems.problem import Dims, Problem, Request, TopkSpec
+from reports.records import CaseRecord, CheckRecord, Place, Status
+
+DIMS = Dims(heads=2, kv_lora_rank=32, nope=16, rope=8, v=16, topk=8)
+
+
+def problem(*lengths: tuple[int, int], **fields: object) -> Problem:
+    """A problem with these (context, query) lengths."""
+    requests = tuple(Request(context_len=c, query_len=q) for c, q in lengths)
+    topk = TopkSpec(kinds=("random",) * len(requests))
+    return Problem(dims=DIMS, scale=0.25, requests=requests, topk=topk, **fields)  # type: ignore[arg-type]
+
+
+def cases(profile: str) -> st.SearchStrategy[Problem]:
+    """One to four short requests."""
+    lengths = st.tuples(st.integers(0, 60), st.integers(1, 40))
+    return st.lists(lengths, min_size=1, max_size=4).map(lambda pairs: problem(*pairs))
+
+
+def broken_cases(profile: str) -> st.SearchStrategy[Problem]:
+    """A strategy with a bug."""
+    raise RuntimeError("the strategy is broken")
+
+
+def resolve(name: str) -> None:
+    """Knows every subject but one; one more takes its process down."""
+    if name == "unknown":
+        raise type("SubjectError", (ValueError,), {})("no subject is called 'unknown'")
+    if name == "dies":
+        os._exit(3)
+
+
+def good(case: Problem, subject: str) -> CaseRecord:
+    """Everything passes."""
+    paths = ["global_mask", "mask_single" if len(case.requests) == 1 else "mask_many"]
+    return CaseRecord(
+        case_id=case.case_id,
+        subject=subject,
+        status=Status.PASS,
+        paths=paths,
+        chunks=len(case.planned_chunks),
+        features=["dims:published"] if case.num_tokens % 2 else ["dims:small"],
+        margin_out=case.num_tokens / 1000,
+        margin_lse=0.1,
+        power={"lse_dropped": 0.5},
+        tensor_hash=case.case_id[::-1],
+        checks=[CheckRecord(stage="attend", check="attend.out", status=Status.PASS, margin=0.3)],
+    )
+
+
+def bad_when_long(case: Problem, subject: str) -> CaseRecord:
+    """The mask loses a bit as soon as one request has 20 new tokens or more."""
+    record = good(case, subject)
+    if case.max_query_len < 20:
+        return record
+    check = CheckRecord(
+        stage="mask",
+        check="mask.bits",
+        status=Status.FAIL,
+        place=Place(request=0, row=19, key=31, word=0, bit=31),
+        message="row 19 missed key 31",
+    )
+    return record.model_copy(
+        update={"status": Status.FAIL, "stage": "mask", "message": check.message, "checks": [check]}
+    )
+
+
+def misbehaving(case: Problem, subject: str) -> CaseRecord:
+    """Does what the number of tokens says: 1 segfaults, 2 hangs, 3 out of memory, 4 a harness bug, 5 exits."""
+    match case.num_tokens:
+        case 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case 2:
+            time.sleep(600)
+        case 3:
+            raise MemoryError("no room for 7 GiB")
+        case 4:
+            raise ZeroDivisionError("a bug of the judge")
+        case 5:
+            sys.exit("enough")
+    return good(case, subject)
+
+
+def crash_when_long(case: Problem, subject: str) -> CaseRecord:
+    """Kills its process on requests of 20 new tokens or more."""
+    if case.max_query_len >= 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return good(case, subject)
