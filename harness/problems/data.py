@@ -2,8 +2,8 @@
 
 Each family shows a class of faults that the others hide: flat scores show a wrong mask, sharp ones a wrong
 rescaling, gaps between chunks a wrong merge, heavy tails and offsets in V a wrong rounding. Latents are drawn
-for whole sequences; `tensors.py` puts the context into the cache and the suffix into `kv_c_normed` and `k_pe`.
-
+for whole sequences; `tensors.py` puts the context into the cache and the suffix into `kv_c_normed` and
+`k_pe`.
 """
 
 from __future__ import annotations

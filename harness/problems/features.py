@@ -1,8 +1,8 @@
 """Named features of a problem: what a run has reached, and what it has not.
 
-A feature is `group:value`. Some groups hold exactly one value in each problem (`dtype`, `path`); in the others
-several hold at once, because a batch mixes requests. `FEATURES` lists every feature there is, so that a coverage
-table can show the missing ones.
+A feature is `group:value`. Some groups hold exactly one value in each problem (`dtype`, `path`); in the
+others several hold at once, because a batch mixes requests. `FEATURES` lists every feature there is, so that
+a coverage table can show the missing ones.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def features_of(problem: Problem) -> list[str]:
         ("workspace", _workspace(problem)),
         ("mask", _mask(problem)),
         ("paging", _paging(problem)),
-        ("topk", set(problem.topk.kinds)),
+        ("topk", set(problem.topk.kinds) if problem.topk.rows is None else set()),
         ("topk_rows", _topk_rows(problem)),
         ("layout", _layout(problem)),
         ("model", _model(problem)),

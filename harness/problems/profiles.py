@@ -48,7 +48,8 @@ class Profile:
     traffic_share: int = 20
     fp8_share: int = 18
     long_query_share: int = 8
-    """Share of batches whose first request is around a query tile (127..129, 255..257) long"""
+    """Share of batches whose first request is around a query tile long, whatever `max_query` says"""
+    long_queries: tuple[int, ...] = (127, 128, 129, 255, 256, 257)
 
 
 PROFILES: dict[ProfileName, Profile] = {
@@ -82,6 +83,7 @@ PROFILES: dict[ProfileName, Profile] = {
         published_query=40,
         published_context=160,
         long_query_share=15,
+        long_queries=(127, 128, 129, 255, 256, 257, 190, 300),
     ),
     "gpu_small": Profile(
         name="gpu_small",

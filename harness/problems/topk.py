@@ -114,7 +114,8 @@ def _pick(count: I64, topk: int, stream: Stream) -> I64:
     stratum = (offset + step * np.arange(topk, dtype=np.int64)[None, :]) % taken
     low = stratum * count[:, None] // taken
     high = np.maximum((stratum + 1) * count[:, None] // taken, low + 1)
-    return low + stream.integers(2**31, rows * topk).reshape(rows, topk) % (high - low)
+    jitter = stream.integers(2**31, rows * topk).reshape(rows, topk) % (high - low)
+    return (low + jitter).astype(np.int64)
 
 
 def _hole_values(rows: Rows, kind: TopkKind, any_negative: bool) -> I64:

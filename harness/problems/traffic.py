@@ -1,8 +1,8 @@
 """Real request traces -> prefill batches, as a serving engine with chunked prefill forms them.
 
-Arrivals are taken in order. Each step has a token budget; running requests take one token each for their decode,
-and what is left goes to prefills, first come first served, so that a long prompt is spread over several steps and
-its context grows. Requests of one step are one prefill batch, ragged as real ones are.
+Arrivals are taken in order. Each step has a token budget; running requests take one token each for their
+decode, and what is left goes to prefills, first come first served, so that a long prompt is spread over
+several steps and its context grows. Requests of one step are one prefill batch, ragged as real ones are.
 """
 
 from __future__ import annotations
