@@ -107,7 +107,7 @@ def project(
 
 
 def absorb_query(q: Tensor, w_uk: Tensor) -> Tensor:
-    """q `[n, H, nope+rope]`, W_UK `[lora, H, nope]` -> `[q_nope W_UK | q_pe]` `[n, H, lora+rope]`, float64."""
+    """q `[n, H, nope+rope]`, W_UK `[lora, H, nope]` -> `[q_nope W_UK | q_pe]` `[n, H, lora+rope]`."""
     nope = w_uk.shape[2]
     absorbed = torch.einsum("nhd,lhd->nhl", q[..., :nope].double(), w_uk)
     return torch.cat([absorbed, q[..., nope:].double()], dim=2)

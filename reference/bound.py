@@ -1,0 +1,213 @@
+"""How far a right attention kernel may be from the exact answer, element by element.
+
+Everything is float64, from the inputs that the kernel really read. For one row of one head: `S_j` exact
+scaled scores, `p_j` exact probabilities, `A` the allowed set, `O` and `LSE` the exact answer, segments `c
+= 1..C` in merge order with weights `w_c = exp(LSE_c - LSE)`. `u16`, `u32` are unit roundoffs, `D` the
+width of q and k, `g_j` the number of selected keys of the row with a score in the same cell (width u16/16)
+as key j.
+
+**Probabilistic steps.** Rounding errors `|d_i| <= u` of different operations are taken as independent with
+mean zero, except where two keys have (nearly) the same score, which are taken as one. Hoeffding then gives
+`|sum d_i x_i| <= lam u sqrt(sum x_i^2)` but for a share delta/N of all sums (Higham & Mary, SIAM J. Sci.
+Comput. 41 (2019) A2815; Ipsen & Zhou, arXiv 1906.10465), `lam = sqrt(2 ln(2N/delta)) = 8.41` with N =
+2^40, delta = 1e-3. Keys of one cell whose errors are equal add up: by Cauchy-Schwarz `(sum_{j in cell}
+x_j)^2 <= g sum x_j^2`, so that `x_j^2` is replaced by `g_j x_j^2`. Rounding P to bf16 is biased where
+probabilities repeat (arXiv 2510.04212): those are the cells. Each such term is capped by its worst case `u
+sum |x_i|`.
+
+**Score** (first product, exact products of 16-bit numbers, float32 sums):
+
+    dS1_j = lam sqrt(D) u32 scale sum_d |q_d k_jd|     D additions, no partial sum above sum |q_d k_d|
+    b_j   = (4 + 2 ceil(D/16)) u32 |S_j|               systematic part
+
+Tensor cores add 16 products to the accumulator with truncation (Fasi et al., PeerJ CS 7:e330): at most 2
+u32 of the partial sum for the final cut and u32/2 for each aligned addend, half of that on average. Where
+all products have one sign, the partial sums grow evenly to S and the mean of all cuts is about 1.75 (D/16)
+u32 S, the same for every key, so it cannot be left to a random term. 4 u32 |S| are the roundings of `scale
+* log2 e`, of the product with it, and of the running maximum (once in the exponent, once on its return).
+
+**LSE** of segment c, each term weighted by w_c, X_c = sum_{j in c} p_j (max_c S - S_j):
+
+    scores     min( sum p_j dS1_j , 2 sqrt(sum g_j (p_j dS1_j)^2) ) + sum p_j b_j
+    exp        eps_exp + 4 u32 X_c + (eps_rescale + u32) (mass multiplied by rescales)
+    row sum    u32 min( sum p_j r_j , lam sqrt(sum g_i s_i^2) )
+    logarithm  4 u32 max(ln 2, LSE_c - max_c S) + 4 u32 |LSE_c| + 2 u32 |max_c S|
+    merge      u32 (8 + 2 |LSE_{<=c}|) for each merge of two non-empty sides, times the weight of the result
+
+The standard deviation of one score's error is at most dS1/(lam sqrt 3), so that 2 dS1 in place of dS1/sqrt
+3 leaves room for the 2 u32 of truncation. `r_j` counts the additions that key j passes through, which
+follows from the declared row sum (`numerics.RowSum`) and the allowed set; `s_i` are the partial sums. A
+rescale multiplies what was summed so far by `exp(old - new maximum)`: it happens only where a key exceeds
+all before it, and the arguments telescope to at most X_c, so do the exponents' own roundings. lg2.approx
+has 2^-22, relative or absolute (PTX ISA). A merge in float32 is `max + log(exp(a - max) + exp(b - max))`:
+one exponential is exactly 1, the other at most 1 with `x exp(-x) < 0.37`; the sum, the logarithm and its
+return make 8 u32 and 2 u32 |LSE|; the error of a running partial counts by its weight in the end.
+
+**Output** (the exact first-order effect of score errors is `sum p_j dS_j (v_j - O)`):
+
+    P rounding   min( u16 sum p_j |v_jd| , lam u16/sqrt 3 sqrt(sum g_j p_j^2 v_jd^2) )
+    scores       sum p_j dS_j |v_jd| + |O_d| sum p_j dS_j,   dS_j = dS1_j + b_j
+    exp          2 (eps_exp + ...) sum p_j |v_jd|
+    accumulation (|A|/4 + 1.5 B16 + 32) u32 sum p_j |v_jd| + (row sum) |O_d|;  B16: blocks of 16 keys with one
+    merge        sum_c w_c dLSE_c |O_c,d - O_d| + 16 (C-1) u32 sum_c w_c |O_c,d|
+    stores       u16 ( sum_c w_c |O_c,d| + sum_{merges} |sum_{c'<=c} w_c' O_c',d| )
+    floor        (2C + 2) tiny + tiny |A| max_A |v_d| / exp(LSE - max S)
+
+Rounding to nearest has a mean square of at most u^2/3. The accumulation is the truncation of the second
+product, |A|/2 + 2.5 B16 in the worst case and half of that on average, over partial sums that grow. Only
+segments that hold keys of the row count in C. The floor covers denormal probabilities and stores (fp16)
+and flushes to zero. These are first-order bounds: the products of errors are below 1e-4 of them (arXiv
+2405.02803 for the whole scheme).
+
+**Inputs that carry rounding** (`InputError`, for end-to-end judgement) add to dS_j, summed over p_j as it
+stands
+
+    u16 scale min( sum |q_d k_jd| , lam/sqrt 3 sqrt(g_j) sqrt(sum (q_d k_jd)^2) ) + scale sum |q_d| dk_jd
+
+over the rounded dims, and to the output the same with V; the root of the sum of squares is taken over d,
+not over keys, because tokens repeat. `sqrt(g_j)` stays as a guard for keys whose entries repeat.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from reference.bound_rows import InputError, Problem, judge_rows
+from reference.numerics import Numerics
+
+_BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+
+
+@dataclass(frozen=True)
+class AttendBound:
+    """Tolerances of one attention result, and the named terms that add up to them."""
+
+    tol_out: Tensor
+    """`[n, H, Dv]` float64."""
+    tol_lse: Tensor
+    """`[H, n]` float64; 0 where the allowed set is empty."""
+    out_terms: dict[str, Tensor] = field(default_factory=dict)
+    lse_terms: dict[str, Tensor] = field(default_factory=dict)
+
+    def explain_out(self, token: int, head: int, column: int) -> list[tuple[str, float]]:
+        """Shares of the terms in one tolerance of the output, largest first."""
+        return _shares({name: float(x[token, head, column]) for name, x in self.out_terms.items()})
+
+    def explain_lse(self, token: int, head: int) -> list[tuple[str, float]]:
+        """Shares of the terms in one tolerance of LSE, largest first."""
+        return _shares({name: float(x[head, token]) for name, x in self.lse_terms.items()})
+
+
+def _shares(values: dict[str, float]) -> list[tuple[str, float]]:
+    total = sum(values.values())
+    shares = [(name, value / total if total > 0 else 0.0) for name, value in values.items()]
+    return sorted(shares, key=lambda item: -item[1])
+
+
+@dataclass(frozen=True)
+class AttendReference:
+    """The exact answer and how far a right kernel may be from it."""
+
+    out: Tensor
+    """`[n, H, Dv]` float64."""
+    lse: Tensor
+    """`[H, n]` float64."""
+    bound: AttendBound
+
+
+def attend_reference(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    scale: float,
+    numerics: Numerics,
+    segments: Sequence[tuple[int, int]] | None = None,
+    slots: int | None = None,
+    input_error: InputError | None = None,
+    keep_terms: bool = True,
+) -> AttendReference:
+    """Exact attention of one request and its bound, in one pass over blocks of query rows.
+
+    q:         `[n, H, D]`
+    k, v:      `[K, H, D]`, `[K, H, Dv]`, or with one head that all heads share (MQA)
+    allowed:   bool `[n, K]`; keys that no row allows may hold anything
+    segments:  (start, length) of the keys of each attention call, in merge order; one call if not given
+    slots:     width of the top-k rows, for kernels that visit keys in the order of the row
+    keep_terms=False drops the named terms, which are as large as the output each.
+    Raises ValueError if the segments do not cover exactly the keys `0..K-1`.
+    """
+    num_keys, heads, n = k.shape[0], q.shape[1], q.shape[0]
+    parts = [(0, num_keys)] if segments is None else [s for s in segments if s[1] > 0]
+    _check_segments(parts, num_keys)
+    used = allowed.any(dim=0)[:, None, None]
+    problem = Problem(
+        q=q.double().transpose(0, 1),
+        k=k.double().where(used, 0.0).transpose(0, 1),
+        v=v.double().where(used, 0.0).transpose(0, 1),
+        allowed=allowed,
+        scale=scale,
+        numerics=numerics,
+        segments=parts,
+        slots=slots,
+        error=input_error or InputError(),
+    )
+    out = q.new_zeros(heads, n, v.shape[2], dtype=torch.float64)
+    lse = q.new_full((heads, n), -torch.inf, dtype=torch.float64)
+    tol_out, tol_lse = torch.zeros_like(out), torch.zeros_like(lse)
+    out_terms: dict[str, Tensor] = {}
+    lse_terms: dict[str, Tensor] = {}
+    step = max(1, _BLOCK_ELEMENTS.get(q.device.type, 1 << 21) // max(1, heads * num_keys))
+    for first in range(0, n if num_keys else 0, step):
+        rows = slice(first, min(first + step, n))
+        block = judge_rows(problem, rows)
+        out[:, rows], lse[:, rows] = block.out, block.lse
+        for parts_of, total, kept in (
+            (block.out_terms, tol_out, out_terms),
+            (block.lse_terms, tol_lse, lse_terms),
+        ):
+            for name, term in parts_of.items():
+                total[:, rows] += term
+                if keep_terms:
+                    kept.setdefault(name, torch.zeros_like(total))[:, rows] = term
+    return AttendReference(
+        out.transpose(0, 1),
+        lse,
+        AttendBound(
+            tol_out.transpose(0, 1),
+            tol_lse,
+            {name: x.transpose(0, 1) for name, x in out_terms.items()},
+            lse_terms,
+        ),
+    )
+
+
+def attend_bound(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    scale: float,
+    numerics: Numerics,
+    segments: Sequence[tuple[int, int]] | None = None,
+) -> AttendBound:
+    """The bound of `attend_reference` alone, same arguments."""
+    return attend_reference(
+        q=q, k=k, v=v, allowed=allowed, scale=scale, numerics=numerics, segments=segments
+    ).bound
+
+
+def _check_segments(segments: Sequence[tuple[int, int]], num_keys: int) -> None:
+    covered = 0
+    for start, length in sorted(segments):
+        if start != covered:
+            raise ValueError(
+                f"segments are {list(segments)}, they must cover keys 0..{num_keys - 1} once each"
+            )
+        covered += length
+    if covered != num_keys:
+        raise ValueError(f"segments are {list(segments)}, they must cover keys 0..{num_keys - 1} once each")

@@ -1,0 +1,268 @@
+"""The exact answer and all bound terms of a block of query rows; formulae in `reference.bound`.
+
+Inside this module tensors are heads first: `[H, n, K]` per key, `[H, n]` per row, `[H, n, Dv]` per output.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reference import bound_terms as terms
+from reference.numerics import U32, Numerics
+
+LAM = 8.41
+"""sqrt(2 ln(2 * 2^40 / 1e-3))."""
+LN_2 = 0.6931471805599453
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputError:
+    """Rounding that q, k, v have already suffered where the kernel reads them, for end-to-end judgement."""
+
+    rounded_dims: int = 0
+    """Leading dims of q . k in which one factor was rounded to the storage type."""
+    query_error: Tensor | None = None
+    """Absolute error of q `[n, H, D]`."""
+    key_error: Tensor | None = None
+    """Absolute error of k `[K, H, D]`."""
+    values_rounded: bool = False
+    value_error: Tensor | None = None
+    """Absolute error of v `[K, H, Dv]`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One request, float64: q `[H, n, D]`, k `[H or 1, K, D]`, v `[H or 1, K, Dv]`, allowed `[n, K]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    allowed: Tensor
+    scale: float
+    numerics: Numerics
+    segments: list[tuple[int, int]]
+    slots: int | None
+    error: InputError
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """Results of a block of rows."""
+
+    out: Tensor
+    lse: Tensor
+    out_terms: dict[str, Tensor]
+    lse_terms: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """What is known of each key of each row, `[H, n, K]`; 0 outside the allowed set."""
+
+    scores: Tensor
+    """-inf outside the allowed set."""
+    p: Tensor
+    in_cell: Tensor
+    ds_random: Tensor
+    ds_bias: Tensor
+    ds_input: Tensor | None
+
+
+@dataclass
+class _Sums:
+    """Sums over segments, `[H, n]`; the squares stay apart until all segments are in."""
+
+    score: Tensor
+    score_squares: Tensor
+    score_bias: Tensor
+    exp: Tensor
+    row_sum: Tensor
+    row_sum_squares: Tensor
+    logarithm: Tensor
+
+    def add(self, other: "_Sums") -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def lse_terms(self) -> dict[str, Tensor]:
+        return {
+            "scores": torch.minimum(self.score, 2 * self.score_squares.sqrt()) + self.score_bias,
+            "exp": self.exp,
+            "row sum": self.row_sum_error(),
+            "logarithm": self.logarithm,
+        }
+
+    def row_sum_error(self) -> Tensor:
+        return U32 * torch.minimum(self.row_sum, LAM * self.row_sum_squares.sqrt())
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`[H, n, x] @ [H or 1, x, y]` without copying a shared right-hand side for each head."""
+    if b.shape[0] == 1 and a.shape[0] > 1:
+        return (a.reshape(-1, a.shape[2]) @ b[0]).view(a.shape[0], a.shape[1], -1)
+    return a @ b
+
+
+def judge_rows(problem: Problem, rows: slice) -> RowResult:
+    """The exact answer of these query rows and the terms of its bound."""
+    allowed, q = problem.allowed[rows], problem.q[:, rows]
+    scores = problem.scale * matmul(q, problem.k.transpose(1, 2))
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    top = scores.amax(dim=-1, keepdim=True)
+    top = top.where(top != -torch.inf, 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(dim=-1, keepdim=True)
+    p = weights / total.where(total != 0, 1.0)
+    lse = (top + torch.log(total)).squeeze(-1)
+    out = matmul(p, problem.v)
+    keys = _key_errors(problem, rows, scores, p)
+    sums, merge_lse, merge_out, stores, calls = _walk_segments(problem, allowed, keys, lse, out)
+
+    lse_terms = {**sums.lse_terms(), "merge": merge_lse}
+    out_terms = _output_terms(problem, allowed, keys, out, sums)
+    out_terms |= {"merge": merge_out, "stores": stores}
+    reach = problem.v.abs().amax(dim=1, keepdim=True) * allowed.sum(dim=-1)[:, None]
+    reach = reach * torch.exp((top.squeeze(-1) - lse).clamp(max=0))[..., None]
+    out_terms["floor"] = problem.numerics.tiny * ((2 * calls + 2)[..., None] + reach)
+    if keys.ds_input is not None:
+        lse_terms["rounded inputs"] = _grown((p * keys.ds_input).sum(dim=-1), keys.ds_input)
+    empty = total.squeeze(-1) == 0
+    return RowResult(
+        out,
+        lse,
+        {name: x.masked_fill(empty[..., None], 0.0) for name, x in out_terms.items()},
+        {name: x.masked_fill(empty, 0.0) for name, x in lse_terms.items()},
+    )
+
+
+def _key_errors(problem: Problem, rows: slice, scores: Tensor, p: Tensor) -> _Keys:
+    q, allowed, numerics = problem.q[:, rows], problem.allowed[rows], problem.numerics
+    dim = q.shape[-1]
+    size = abs(problem.scale) * matmul(q.abs(), problem.k.abs().transpose(1, 2))
+    s = scores.where(allowed, 0.0)
+    in_cell = terms.count_in_cell(scores, allowed, numerics.cell).double()
+    return _Keys(
+        scores=scores,
+        p=p,
+        in_cell=in_cell,
+        ds_random=LAM * dim**0.5 * U32 * size,
+        ds_bias=(4 + terms.score_bias(dim, numerics)) * U32 * s.abs(),
+        ds_input=_input_errors(problem, rows, in_cell),
+    )
+
+
+def _input_errors(problem: Problem, rows: slice, in_cell: Tensor) -> Tensor | None:
+    """Effect on each score of the rounding that q and k carry, `[H, n, K]`; None if they carry none."""
+    error, q, k = problem.error, problem.q[:, rows], problem.k.transpose(1, 2)
+    parts = []
+    if error.rounded_dims:
+        q_part, k_part = q[..., : error.rounded_dims], k[:, : error.rounded_dims]
+        worst = matmul(q_part.abs(), k_part.abs())
+        spread = LAM / 3**0.5 * (in_cell * matmul(q_part.square(), k_part.square())).sqrt()
+        parts.append(problem.numerics.u16 * torch.minimum(worst, spread))
+    if error.query_error is not None:
+        parts.append(matmul(error.query_error[rows].transpose(0, 1), k.abs()))
+    if error.key_error is not None:
+        parts.append(matmul(q.abs(), error.key_error.permute(1, 2, 0)))
+    if not parts:
+        return None
+    return abs(problem.scale) * torch.stack(parts).sum(dim=0).masked_fill(~problem.allowed[rows], 0.0)
+
+
+def _grown(first_order: Tensor, ds: Tensor) -> Tensor:
+    """The full effect of score errors that are not small: `exp(x) - 1 <= x exp(x)`, in weights and sum."""
+    return first_order * torch.exp(2 * ds.amax(dim=-1))
+
+
+def _walk_segments(
+    problem: Problem, allowed: Tensor, keys: _Keys, lse: Tensor, out: Tensor
+) -> tuple[_Sums, Tensor, Tensor, Tensor, Tensor]:
+    """Sums over the segments; what merging adds to LSE `[H, n]` and output; stores; non-empty calls `[n]`."""
+    u16, segments = problem.numerics.u16, problem.segments
+    if len(segments) == 1:
+        sums = _one_call(problem, allowed, keys, slice(0, allowed.shape[1]), lse, torch.ones_like(lse))
+        nothing = torch.zeros_like(out)
+        return sums, torch.zeros_like(lse), nothing, u16 * out.abs(), allowed.any(dim=-1).double()
+    nothing = torch.zeros_like(lse)
+    total = _Sums(*[nothing] * 7)
+    merge_lse, mass_so_far = nothing, nothing
+    merge_out, stores, out_so_far = (torch.zeros_like(out) for _ in range(3))
+    partial_size = torch.zeros_like(out)
+    calls = torch.zeros(allowed.shape[0], dtype=torch.float64, device=allowed.device)
+    for start, length in segments:
+        part = slice(start, start + length)
+        present = allowed[:, part].any(dim=-1)
+        merges = present & (calls > 0)
+        calls = calls + present
+        mass = keys.p[..., part].sum(dim=-1)
+        part_out = matmul(keys.p[..., part], problem.v[:, part])  # w_c O_c
+        sums = _one_call(problem, allowed, keys, part, lse, mass)
+        total.add(sums)
+        mass_so_far, out_so_far = mass_so_far + mass, out_so_far + part_out
+        lse_so_far = torch.where(mass_so_far > 0, lse + torch.log(mass_so_far), 0.0)
+        merge_lse = merge_lse + merges * mass_so_far * U32 * (8 + 2 * lse_so_far.abs())
+        own_error = torch.stack(list(sums.lse_terms().values())).sum(dim=0)  # w_c dLSE_c
+        share = own_error / mass.clamp(min=torch.finfo(torch.float64).tiny)
+        merge_out += share[..., None] * (part_out - mass[..., None] * out).abs()
+        partial_size += part_out.abs()
+        stores += u16 * (part_out.abs() + merges[:, None] * out_so_far.abs())
+    merge_out += 16 * U32 * (calls - 1).clamp(min=0)[:, None] * partial_size
+    return total, merge_lse, merge_out, stores, calls
+
+
+def _one_call(
+    problem: Problem, allowed: Tensor, keys: _Keys, part: slice, lse: Tensor, mass: Tensor
+) -> _Sums:
+    """The LSE terms of one attention call, weighted by its mass `[H, n]`."""
+    numerics, allowed = problem.numerics, allowed[:, part]
+    p, scores, in_cell = keys.p[..., part], keys.scores[..., part], keys.in_cell[..., part]
+    random = p * keys.ds_random[..., part]
+    top = scores.amax(dim=-1)
+    top = top.where(top != -torch.inf, 0.0)
+    below_top = (p * (top[..., None] - scores).where(allowed, 0.0)).sum(dim=-1)
+    own_lse = torch.where(mass > 0, lse + torch.log(mass), 0.0)
+    rescaled = terms.rescaled_mass(scores, p, allowed, numerics.row_sum)
+    row_sum, row_sum_squares = terms.row_sum_error(p, allowed, in_cell, numerics.row_sum, problem.slots)
+    log_error = 4 * (own_lse - top).clamp(min=LN_2) + 4 * own_lse.abs() + 2 * top.abs()
+    return _Sums(
+        score=random.sum(dim=-1),
+        score_squares=(in_cell * random.square()).sum(dim=-1),
+        score_bias=(p * keys.ds_bias[..., part]).sum(dim=-1),
+        exp=numerics.eps_exp * mass + 4 * U32 * below_top + (numerics.eps_rescale + U32) * rescaled,
+        row_sum=row_sum,
+        row_sum_squares=row_sum_squares,
+        logarithm=U32 * mass * log_error,
+    )
+
+
+def _output_terms(
+    problem: Problem, allowed: Tensor, keys: _Keys, out: Tensor, sums: _Sums
+) -> dict[str, Tensor]:
+    """Terms of the output that do not depend on the segments."""
+    u16, p, v_size = problem.numerics.u16, keys.p, problem.v.abs()
+    size = matmul(p, v_size)  # sum p |v|
+    spread = LAM * u16 / 3**0.5 * matmul(keys.in_cell * p.square(), v_size.square()).sqrt()
+    rounding = torch.minimum(u16 * size, spread)
+
+    def of_scores(ds: Tensor) -> Tensor:
+        weighted = p * ds
+        return matmul(weighted, v_size) + out.abs() * weighted.sum(dim=-1, keepdim=True)
+
+    selected, blocks = terms.product_steps(allowed)
+    steps = (selected / 4 + 1.5 * blocks + 32)[:, None]
+    result = {
+        "P rounding": rounding,
+        "scores": of_scores(keys.ds_random + keys.ds_bias),
+        "exp": 2 * sums.exp[..., None] * size,
+        "accumulation": steps * U32 * size + sums.row_sum_error()[..., None] * out.abs(),
+    }
+    error = problem.error
+    if keys.ds_input is not None:
+        result["rounded inputs"] = _grown(of_scores(keys.ds_input), keys.ds_input[..., None])
+    values = rounding if error.values_rounded else torch.zeros_like(rounding)
+    if error.value_error is not None:
+        values = values + matmul(p, error.value_error.transpose(0, 1))
+    if error.values_rounded or error.value_error is not None:
+        result["rounded values"] = values
+    return result

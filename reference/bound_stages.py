@@ -1,0 +1,274 @@
+"""Answers and bounds of the other stages: merge, projection, sparse MQA, and the whole prefill.
+
+Projection is a GEMM with float32 sums, then one rounding: `u16 |y| + lam sqrt(L) u32 sum_l |c_l| |W_ld|`
+for a sum of L products, in which no partial sum exceeds `sum |c| |W|`. A weight that selects or sign-flips
+single latent entries makes both K and V exact in the storage type (`exact_projection`): nothing is rounded
+then.
+
+The merge of two partials as they were given, `O = sum w_c O_c` with `w_c = exp(LSE_c - LSE)`: the LSE as
+in `reference.bound`; each weight has a relative error of at most 16 u32 + 2 u32 |LSE_c - LSE|
+(subtraction, factor log2 e, exponential, sum, division), and the result is rounded once.
+
+Sparse MQA attends latent rows with q' = [q_nope W_UK | q_pe], and multiplies the latent output by W_UV.
+The rounding of P and of the scores act on `V_h(j) = W_UV,h c_j`, since W_UV is linear; the latent output
+is rounded before the GEMM.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from reference import oracle
+from reference.bound import AttendBound, AttendReference, attend_reference
+from reference.bound_rows import LAM, InputError
+from reference.latent import absorb_query, project, request_latents, split_weight
+from reference.numerics import U32, Numerics
+
+
+def merge_reference(
+    *, prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor, numerics: Numerics
+) -> AttendReference:
+    """Merge of two partials: outputs `[n, H, Dv]`, LSE `[H, n]`. One empty side: a copy, no tolerance."""
+    out, lse = oracle.merge(prefix_out, prefix_lse, suffix_out, suffix_lse)
+    sides = [x.double().masked_fill(x == torch.inf, -torch.inf) for x in (prefix_lse, suffix_lse)]
+    both = (sides[0] != -torch.inf) & (sides[1] != -torch.inf)
+    tol_lse = torch.where(both, U32 * (8 + 2 * lse.abs()), 0.0)
+    weights = torch.zeros_like(out)
+    for side, partial in zip(sides, (prefix_out, suffix_out), strict=True):
+        gap = torch.where(both, side - lse, 0.0)
+        error = torch.where(both, torch.exp(gap) * U32 * (16 + 2 * gap.abs()), 0.0)
+        weights += error.T[..., None] * torch.where(both.T[..., None], partial.double().abs(), 0.0)
+    both_out = both.T[..., None].expand_as(out)
+    terms = {
+        "weights": weights,
+        "stores": torch.where(both_out, numerics.u16 * out.abs(), 0.0),
+        "floor": torch.where(both_out, 2 * numerics.tiny, 0.0),
+    }
+    return AttendReference(out, lse, AttendBound(sum_terms(terms), tol_lse, terms, {"merge": tol_lse}))
+
+
+def merge_bound(
+    *, prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor, numerics: Numerics
+) -> AttendBound:
+    """The bound of `merge_reference` alone."""
+    return merge_reference(
+        prefix_out=prefix_out,
+        prefix_lse=prefix_lse,
+        suffix_out=suffix_out,
+        suffix_lse=suffix_lse,
+        numerics=numerics,
+    ).bound
+
+
+def sum_terms(terms: dict[str, Tensor]) -> Tensor:
+    """The tolerance that named terms make."""
+    return torch.stack(list(terms.values())).sum(dim=0)
+
+
+def gemm_error(x: Tensor, w: Tensor) -> Tensor:
+    """Float32 accumulation error of `x [..., L] @ w [L, y]`."""
+    factor: float = LAM * x.shape[-1] ** 0.5 * U32
+    return factor * (x.double().abs() @ w.double().abs())
+
+
+def projection_bound(
+    x: Tensor, w: Tensor, *, numerics: Numerics, exact_projection: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Tolerance and terms of the stored product `x [n, L] @ w [L, y]`, both as the kernel read them."""
+    exact = x.double() @ w.double()
+    if exact_projection:
+        nothing = torch.zeros_like(exact)
+        return nothing, {"GEMM": nothing, "store": nothing}
+    terms = {"GEMM": gemm_error(x, w), "store": numerics.u16 * exact.abs() + numerics.tiny}
+    return sum_terms(terms), terms
+
+
+def mqa_reference(
+    *,
+    q: Tensor,
+    latents: Tensor,
+    lora: int,
+    allowed: Tensor,
+    scale: float,
+    numerics: Numerics,
+    slots: int | None = None,
+    keep_terms: bool = True,
+) -> AttendReference:
+    """Absorbed attention of one request, stage-fed: q' `[n, H, lora + rope]`, latent rows `[K, lora + rope]`.
+
+    The output is latent, `[n, H, lora]`; `up_projection_bound` judges what W_UV makes of it.
+    """
+    rows = latents[:, None]
+    return attend_reference(
+        q=q, k=rows, v=rows[..., :lora], allowed=allowed, scale=scale, numerics=numerics, slots=slots,
+        keep_terms=keep_terms,
+    )  # fmt: skip
+
+
+def up_projection_bound(
+    latent_out: Tensor, w_uv: Tensor, *, numerics: Numerics
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Stored latent output `[n, H, lora]`, W_UV `[lora, H, v]` -> exact `[n, H, v]`, its tolerance, terms."""
+    x, w = latent_out.double().transpose(0, 1), w_uv.double().transpose(0, 1)
+    exact = (x @ w).transpose(0, 1)
+    terms = {"GEMM": gemm_error(x, w).transpose(0, 1), "store": numerics.u16 * exact.abs() + numerics.tiny}
+    return exact, sum_terms(terms), terms
+
+
+def prefill_reference(
+    *,
+    q: Tensor,
+    kv_c_normed: Tensor,
+    k_pe: Tensor,
+    cache: Tensor | None,
+    block_table: Tensor | None,
+    w_kv_b: Tensor,
+    topk_rows: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    num_heads: int,
+    nope: int,
+    rope: int,
+    v_head_dim: int,
+    scale: float,
+    numerics: Numerics,
+    dense: bool = False,
+    kv_cache_dtype: str = "auto",
+    kv_cache_scale: float = 1.0,
+    path: str = "mha",
+    segments: Sequence[Sequence[tuple[int, int]]] | None = None,
+    exact_projection: bool = False,
+    keep_terms: bool = True,
+) -> AttendReference:
+    """End to end, on raw inputs: arguments as `reference.oracle.sparse_mla_prefill`, and
+
+    path:              "mha" (K and V projected and rounded) or "mqa" (absorbed)
+    segments:          for each request, (start, length) of its attention calls in merge order; or one call
+    exact_projection:  K and V are exact in the storage type: no rounding propagates ("mha" only)
+
+    Raises ValueError for an unknown path.
+    """
+    if path not in ("mha", "mqa"):
+        raise ValueError(f"path is {path!r}, it must be 'mha' or 'mqa'")
+    results = []
+    first = 0
+    for b, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
+        rows = slice(first, first + query_len)
+        first += query_len
+        latents = request_latents(
+            kv_c_normed=kv_c_normed[rows], k_pe=k_pe[rows], rope=rope, context_len=context_len,
+            cache=cache, block_table_row=None if block_table is None else block_table[b],
+            kv_cache_dtype=kv_cache_dtype, kv_cache_scale=kv_cache_scale,
+        )  # fmt: skip
+        if dense:
+            allowed = oracle.causal_matrix(query_len, context_len, q.device)
+        else:
+            allowed = oracle.allowed_matrix(topk_rows[rows], context_len)
+        k, v = project(latents, w_kv_b, num_heads, nope, v_head_dim)
+        if path == "mqa":
+            w_uk, w_uv = split_weight(w_kv_b, num_heads, nope, v_head_dim)
+            slots = topk_rows.shape[1]
+            results.append(
+                _absorbed(q[rows], latents, v, w_uk, w_uv, allowed, scale, numerics, slots, keep_terms)
+            )
+            continue
+        error = None if exact_projection else _projection_error(latents, w_kv_b, k, v, nope)
+        results.append(
+            attend_reference(
+                q=q[rows],
+                k=k,
+                v=v,
+                allowed=allowed,
+                scale=scale,
+                numerics=numerics,
+                input_error=error,
+                segments=None if segments is None else segments[b],
+                keep_terms=keep_terms,
+            )
+        )
+    return _joined(results, q, num_heads, v_head_dim)
+
+
+def _projection_error(latents: Tensor, w_kv_b: Tensor, k: Tensor, v: Tensor, nope: int) -> InputError:
+    lora = w_kv_b.shape[0]
+    error = gemm_error(latents[:, :lora], w_kv_b).view(len(latents), k.shape[1], -1)
+    key_error = torch.zeros_like(k)
+    key_error[..., :nope] = error[..., :nope]
+    return InputError(
+        rounded_dims=nope, key_error=key_error, values_rounded=True, value_error=error[..., nope:]
+    )
+
+
+def _absorbed(
+    q: Tensor,
+    latents: Tensor,
+    v: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    allowed: Tensor,
+    scale: float,
+    numerics: Numerics,
+    slots: int,
+    keep_terms: bool,
+) -> AttendReference:
+    """One request by the MQA path: scores over latent rows, projected values, latent store, GEMM."""
+    lora, nope = w_uk.shape[0], w_uk.shape[2]
+    absorbed = absorb_query(q, w_uk)
+    query_error = torch.zeros_like(absorbed)
+    query_error[..., :lora] = (
+        LAM * nope**0.5 * U32 * torch.einsum("nhd,lhd->nhl", q[..., :nope].double().abs(), w_uk.abs())
+    )
+    result = attend_reference(
+        q=absorbed, k=latents[:, None], v=v, allowed=allowed, scale=scale, numerics=numerics, slots=slots,
+        input_error=InputError(rounded_dims=lora, query_error=query_error), keep_terms=keep_terms,
+    )  # fmt: skip
+    size, _ = oracle.attend(absorbed, latents[:, None], latents[:, None, :lora].abs(), allowed, scale)
+    latent_out, _ = oracle.attend(absorbed, latents[:, None], latents[:, None, :lora], allowed, scale)
+    worst = torch.einsum("nhl,lhd->nhd", latent_out.abs(), w_uv.abs())
+    spread = LAM / 3**0.5 * torch.einsum("nhl,lhd->nhd", latent_out.square(), w_uv.square()).sqrt()
+    extra = {
+        "latent store": numerics.u16 * torch.minimum(worst, spread),
+        "GEMM": LAM * lora**0.5 * U32 * torch.einsum("nhl,lhd->nhd", size, w_uv.abs()),
+    }
+    bound = result.bound
+    return replace(
+        result,
+        bound=replace(
+            bound,
+            tol_out=bound.tol_out + sum_terms(extra),
+            out_terms={**bound.out_terms, **extra} if keep_terms else {},
+        ),
+    )
+
+
+def _joined(
+    results: Sequence[AttendReference], q: Tensor, num_heads: int, v_head_dim: int
+) -> AttendReference:
+    """Requests one after the other, along the tokens."""
+    if not results:
+        out = q.new_zeros(0, num_heads, v_head_dim, dtype=torch.float64)
+        lse = q.new_zeros(num_heads, 0, dtype=torch.float64)
+        return AttendReference(out, lse, AttendBound(out, lse))
+    bounds = [r.bound for r in results]
+
+    def gather(dicts: list[dict[str, Tensor]], like: list[Tensor], dim: int) -> dict[str, Tensor]:
+        names = list(dict.fromkeys(name for d in dicts for name in d))
+        return {
+            name: torch.cat(
+                [d.get(name, torch.zeros_like(x)) for d, x in zip(dicts, like, strict=True)], dim=dim
+            )
+            for name in names
+        }
+
+    return AttendReference(
+        torch.cat([r.out for r in results]),
+        torch.cat([r.lse for r in results], dim=1),
+        AttendBound(
+            torch.cat([b.tol_out for b in bounds]),
+            torch.cat([b.tol_lse for b in bounds], dim=1),
+            gather([b.out_terms for b in bounds], [b.tol_out for b in bounds], 0),
+            gather([b.lse_terms for b in bounds], [b.tol_lse for b in bounds], 1),
+        ),
+    )
