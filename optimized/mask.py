@@ -133,10 +133,12 @@ def build_topk_mask(
     batch = len(topk_indices_per_req)
     lens = require_lengths("q_lens", q_lens, batch)
     require_int("max_q_len", max_q_len, max(lens, default=0))
+    require_int("max_seq_len", max_seq_len, 0)
     mask = _mask_view(out, topk_mask_shape(batch, max_q_len, max_seq_len, reserve_key_starts_word))
+    topk: int | None = None
     for b, rows in enumerate(topk_indices_per_req):
-        topk = topk_indices_per_req[0].shape[-1] if rows.dim() else None
         require_tensor(f"topk_indices_per_req[{b}]", rows, (lens[b], topk), torch.int32, out.device)
+        topk = rows.shape[1]
     if first_query_pos is not None:
         require_tensor("first_query_pos", first_query_pos, (batch,), torch.int32, out.device)
         first_query_pos = first_query_pos.contiguous()

@@ -83,7 +83,7 @@ def _matmul_rounded_once(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _full_precision_reductions() -> Iterator[None]:
-    """cuBLAS may add split-K partial sums in 16 bits unless told otherwise, which would be a second rounding."""
+    """cuBLAS may add split-K partial sums in 16 bits, a second rounding, unless told otherwise."""
     settings = torch.backends.cuda.matmul
     bf16 = settings.allow_bf16_reduced_precision_reduction
     fp16 = settings.allow_fp16_reduced_precision_reduction

@@ -55,6 +55,7 @@ def require_tensor(
     )
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        wanted += "," if len(shape) == 1 else ""
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be ({wanted})")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, must be on {device}")
