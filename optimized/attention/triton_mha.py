@@ -27,7 +27,7 @@ from optimized.rounding import IS_INTERPRETED
 
 LOG2_E = 1.4426950408889634
 
-_LIST_WORDS = 64
+_LIST_WORDS = 32
 """Mask words that `list_key_tiles_kernel` reads at a time."""
 
 
