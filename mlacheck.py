@@ -1,8 +1,8 @@
 """The public face of mlacheck: `import mlacheck`.
 
 The code lives in four packages with generic names (`reference`, `optimized`, `harness`, `reports`). Another
-distribution or a folder on the import path may carry the same names; so importing this module checks that each of
-them is ours, and fails with a clear message if not, before anything of the wrong package is executed.
+distribution or a folder on the import path may carry the same names; so importing this module checks that
+each of them is ours, and fails with a clear message if not, before anything of the wrong package is executed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-class NameClash(ImportError):
+class NameClash(ImportError):  # noqa: N818 - the word that the user reads
     """A package with one of our names comes from somewhere else."""
 
 

@@ -20,7 +20,7 @@ from harness.commands.shrink import shrink
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(version("mlacheck"), prog_name="mlacheck")
 def main() -> None:
-    """Runs a sparse MLA implementation beside a float64 oracle and judges every stage within a derived bound."""
+    """Run a sparse MLA prefill beside a float64 oracle; judge every stage within a derived bound."""
 
 
 for command in (run, replay, shrink, list_group, report, doctor):

@@ -1,24 +1,19 @@
-"""What a person sees of a run: live progress on stderr, then tables and findings."""
+"""What a person sees while a run goes on: live progress and findings, on stderr."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-import pandas as pd
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from harness.engine.book import Book, RunConfig
-from harness.engine.search import Observer, Outcome
+from harness.engine.search import Observer
 from harness.findings.store import Finding
-from reports import tables
-from reports.finding import headline, place_text, terms_text
-from reports.runs import RunMeta
+from reports.finding import headline
 
 PLAIN_INTERVAL_S = 15.0
 """Seconds between progress lines where nobody watches (no terminal)."""
@@ -54,7 +49,7 @@ class Display(Observer):
     def starting(self, config: RunConfig) -> None:
         """Say what is about to run, with everything that is needed to run it again."""
         self._console.print(
-            f"mlacheck run: {config.subject}, profile {config.profile.name}, seed {config.seed}, "
+            f"mlacheck run: {config.subject}, profile {config.profile}, seed {config.seed}, "
             f"{config.jobs} workers, folder {config.out}"
         )
 
@@ -66,7 +61,8 @@ class Display(Observer):
     def shrunk(self, finding: Finding, tries: int) -> None:
         """What shrinking came to."""
         problem = finding.problem
-        size = f"{len(problem.requests)} requests, {problem.num_tokens} query tokens, {sum(problem.seq_lens)} keys"
+        size = f"{len(problem.requests)} requests, {problem.num_tokens} query tokens, "
+        size += f"{sum(problem.seq_lens)} keys"
         self._console.print(f"shrunk {finding.id} in {tries} tries: {size}", markup=False)
 
     def tick(self, book: Book) -> None:
@@ -81,7 +77,7 @@ class Display(Observer):
 def progress_line(book: Book) -> str:
     """Cases, cases/s, worst margins, power, findings, paths: one line."""
     with book.lock:
-        of = f"/{book.config.max_examples}" if book.config.max_examples else ""
+        of = f"/{book.config.limits.max_examples}" if book.config.limits.max_examples else ""
         rate = book.cases / max(book.search_seconds, 1e-9)
         power = ", ".join(f"{name} {total / n:.2f}" for name, (total, n) in sorted(book.power.items()))
         paths = " ".join(f"{name} {n}" for name, n in book.paths.most_common())
@@ -94,93 +90,3 @@ def progress_line(book: Book) -> str:
             + (f" | power: {power}" if power else "")
             + shrinking
         )
-
-
-def print_summary(
-    rows: list[dict[str, Any]],
-    meta: RunMeta,
-    findings: Iterable[Finding],
-    outcome: Outcome,
-    *,
-    to_stderr: bool,
-) -> None:
-    """The end of a run: tables, findings with their replay lines, and one line of verdict."""
-    out = console(stderr=to_stderr)
-    frame = tables.case_frame(rows)
-    numbers = tables.summary(frame)
-    out.print()
-    _print(out, "paths and kernels", tables.path_table(frame))
-    _print(out, "stages (err/tol of bounded checks)", tables.stage_table(tables.check_frame(rows)))
-    _print(
-        out, "power: share of such faults that the cases would certainly reveal", tables.power_table(frame)
-    )
-    _print(out, "sources", tables.source_table(frame))
-    features = tables.feature_table(frame)
-    reached = ", ".join(
-        f"{name} {cases}" for name, cases in zip(features["name"], features["cases"], strict=True)
-    )
-    out.print(f"[bold]features reached ({len(features)})[/]")
-    out.print(f"  {reached or 'none'}\n", markup=False)
-    for finding in findings:
-        print_finding(out, finding)
-    for trace in outcome.book.broken:
-        out.print(f"the harness failed:\n{trace}", style="red", markup=False)
-    for message in frame.loc[frame["stage"] == "harness", "message"].drop_duplicates().head(3):
-        out.print(f"the harness failed on a case: {message}", style="red", markup=False)
-    rate = len(frame) / max(meta.search_seconds or 0.0, 1e-9)
-    out.print(
-        f"{numbers['cases']} cases: {numbers['passed']} passed, {numbers['failing']} failing "
-        f"({len(outcome.book.store.findings)} findings), {numbers['not_run']} not run; {numbers['vacuous']} without "
-        f"power for some fault class",
-        markup=False,
-    )
-    out.print(
-        f"two or more chunks {numbers['many_chunks_share']:.0%}, published dims {numbers['published_dims_share']:.0%}; "
-        f"worst err/tol: out {_number(numbers['worst_margin_out'])}, LSE {_number(numbers['worst_margin_lse'])}; "
-        f"{meta.seconds or 0:.1f} s, {rate:.1f} cases/s; seed {meta.seed}",
-        markup=False,
-    )
-    out.print(f"report {outcome.folder.resolve() / 'report.md'}", markup=False, soft_wrap=True)
-
-
-def print_finding(out: Console, finding: Finding) -> None:
-    """Stage, message, terms, and the replay line on a line of its own."""
-    record = finding.record
-    out.print(
-        f"[bold red]{record.status.value}[/] at stage [bold]{record.stage or 'case'}[/] (met {finding.count} times)"
-    )
-    out.print(f"  {headline(record)}", markup=False)
-    for check in [check for check in record.checks if check.status.is_finding][:4]:
-        margin = "" if check.margin is None else f", err/tol {check.margin:.3g}"
-        out.print(
-            f"  {check.check}: {place_text(check.place)}{margin} {check.message}".rstrip(), markup=False
-        )
-        if check.terms:
-            out.print(f"    tolerance there: {terms_text(check.terms)}", markup=False)
-    out.print(f"  {finding.replay_line}\n", markup=False, soft_wrap=True)
-
-
-def _print(out: Console, title: str, frame: pd.DataFrame) -> None:
-    if frame.empty:
-        return
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2)
-    )
-    for name in frame.columns:
-        table.add_column(str(name), justify="left" if name in ("name", "stage") else "right")
-    for row in frame.itertuples(index=False):
-        table.add_row(*(_cell(str(name), value) for name, value in zip(frame.columns, row, strict=True)))
-    out.print(table)
-    out.print()
-
-
-def _cell(column: str, value: object) -> str:
-    if isinstance(value, float):
-        if pd.isna(value):
-            return "-"
-        return f"{value:.0%}" if column == "share" else f"{value:.3f}"
-    return str(value)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

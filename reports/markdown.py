@@ -56,7 +56,7 @@ def run_markdown(run: Path) -> str:
         ("Power: share of such faults that the cases would certainly reveal", tables.power_table(frame)),
         ("No power", tables.vacuous_table(frame)),
         ("Sources", tables.source_table(frame)),
-        ("Features", tables.feature_table(frame)),
+        ("Features", tables.feature_table(frame, meta.features)),
         ("Worst margins", _worst_cases(frame)),
     ):
         if not table.empty:

@@ -1,7 +1,7 @@
 """The rows that runs write: verdict names and the record schema.
 
-A leaf: everything that writes or reads a run imports it, and it imports nothing of the project. A record is one
-JSON object on one line of a run's journal.
+A leaf: everything that writes or reads a run imports it, and it imports nothing of the project. A record is
+one JSON object on one line of a run's journal.
 """
 
 from __future__ import annotations

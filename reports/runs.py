@@ -26,7 +26,7 @@ class RunMeta(Record):
     facts: dict[str, str]
     """Versions and device, as the worker saw them."""
     features: list[str]
-    """Every coverage feature there is, `group:value`, so that a report can name those that were not reached."""
+    """Every coverage feature there is, `group:value`, so that a report can name those not reached."""
     started: str
     """UTC, ISO 8601."""
     search_seconds: float | None = None

@@ -55,7 +55,7 @@ def check_frame(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def counts(frame: pd.DataFrame, column: str, always: Iterable[str] = ()) -> pd.DataFrame:
-    """How many cases exercised each name of a list column: `name, cases, share, worst_out, worst_lse`, most first.
+    """How many cases exercised each name of a list column, most first: cases, share and worst margins.
 
     Names in `always` come first and are listed even with no case.
     """
@@ -76,9 +76,21 @@ def path_table(frame: pd.DataFrame) -> pd.DataFrame:
     return counts(frame, "paths", PATH_NAMES)
 
 
-def feature_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """Cases for each feature that was reached."""
-    return counts(frame, "features")
+def feature_table(frame: pd.DataFrame, known: Iterable[str]) -> pd.DataFrame:
+    """Coverage by feature group: what was reached, by how many cases, and what was not.
+
+    Args:
+        frame: the cases.
+        known: every feature there is, `group:value`.
+    """
+    table = counts(frame, "features", known)[["name", "cases"]]
+    table[["group", "value"]] = table["name"].str.split(":", n=1, expand=True)
+    lines = []
+    for group, part in table.groupby("group", sort=False):
+        hit, missed = part[part["cases"] > 0], part[part["cases"] == 0]
+        reached = ", ".join(f"{value} {n}" for value, n in zip(hit["value"], hit["cases"], strict=True))
+        lines.append((group, len(hit), len(part), reached, ", ".join(missed["value"])))
+    return pd.DataFrame(lines, columns=["name", "hit", "of", "reached", "not_reached"])
 
 
 def source_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -115,8 +127,8 @@ def vacuous_table(frame: pd.DataFrame) -> pd.DataFrame:
 def summary(frame: pd.DataFrame) -> dict[str, Any]:
     """The numbers of a run that do not depend on the clock.
 
-    `passed` are PASS and WATCH; `vacuous` are cases that had no power for at least one (check, fault class), which
-    may well be passed otherwise.
+    `passed` are PASS and WATCH; `vacuous` are cases that had no power for at least one (check, fault class),
+    which may well be passed otherwise.
     """
     paths = path_table(frame).set_index("name")["cases"]
     status = frame["status"]

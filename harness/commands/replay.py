@@ -8,25 +8,25 @@ from pathlib import Path
 
 import click
 
-from harness.commands.refusal import Refusal
+from harness.commands.common import SECONDS, Refusal
 
 
 @click.command()
 @click.argument("what", metavar="FILE|DIR|ID")
 @click.option("--subject", help="Another subject than the stored one.")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True, metavar="S"
+    "--timeout", type=SECONDS, default=300.0, show_default=True, metavar="S"
 )
 @click.option("--json", "as_json", is_flag=True, help="Result as one JSON object on the last line of stdout.")
 def replay(what: str, subject: str | None, timeout: float, as_json: bool) -> None:
     """Judge a stored case again, in a fresh process.
 
-    WHAT is a case file, the folder of a finding, or the id of a finding (looked up in runs/). Exit code 0: passes
-    now; 1: still fails; 2: malformed file, unknown subject, or the tensors could not be made again.
+    WHAT is a case file, the folder of a finding, or the id of a finding (looked up in runs/). Exit code 0: it
+    passes now; 1: it still fails; 2: malformed file, unknown subject, or the tensors could not be made again.
     """
+    from harness.engine.worker import SubjectRefused
     from harness.findings.replay import replay_case
     from harness.findings.store import CaseFileError, load_case, locate, note_replay
-    from harness.engine.worker import SubjectRefused
 
     try:
         path = locate(what, Path("runs"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from harness.commands.refusal import Refusal
+from harness.commands.common import Refusal
 
 
 @click.command()

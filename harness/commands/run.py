@@ -6,21 +6,23 @@ import json
 import secrets
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
-from harness.commands.refusal import Refusal
-from harness.engine.profiles import PROFILES
+from harness.commands.common import SECONDS, Refusal
+from harness.engine.limits import LIMITS
+from harness.problems.profiles import ProfileName
 
 
 @click.command()
 @click.option("--subject", default="ours[triton]", show_default=True, help="What is put under test.")
-@click.option("--profile", type=click.Choice(list(PROFILES)), default="quick", show_default=True)
+@click.option("--profile", type=click.Choice(list(LIMITS)), default="quick", show_default=True)
 @click.option("--max-examples", type=click.IntRange(min=1), help="Cases in total; default: the profile's.")
 @click.option(
-    "--max-time", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds of search."
+    "--max-time", type=SECONDS, metavar="S", help="Seconds of search."
 )
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the search; default: a new one, printed.")
 @click.option("--jobs", type=click.IntRange(min=1, max=256), help="Workers; default: one a core, four a GPU.")
@@ -31,7 +33,7 @@ from harness.engine.profiles import PROFILES
 )
 def run(
     subject: str,
-    profile: str,
+    profile: ProfileName,
     max_examples: int | None,
     max_time: float | None,
     seed: int | None,
@@ -44,24 +46,26 @@ def run(
 
     Exit code 0: clean; 1: findings; 2: could not run.
     """
-    from harness.display import Display, print_summary
+    from harness.display import Display
     from harness.engine.book import RunConfig
     from harness.engine.search import CannotRun, default_jobs, new_seed
     from harness.engine.search import run as run_search
+    from harness.summary import print_summary
     from reports.markdown import run_markdown
     from reports.runs import read_meta, read_rows
     from reports.tables import case_frame, summary
 
-    limits = PROFILES[profile]
+    limits = LIMITS[profile]
+    if max_examples or max_time:
+        limits = replace(limits, max_examples=max_examples, max_time_s=max_time)
     start = time.monotonic()
     config = RunConfig(
         subject=subject,
-        profile=limits,
+        profile=profile,
+        limits=limits,
         out=out or _new_folder(Path("runs")),
         seed=new_seed() if seed is None else seed,
         jobs=jobs or default_jobs(),
-        max_examples=max_examples or limits.max_examples,
-        max_time_s=max_time or limits.max_time_s,
         shrink_s=30.0 if shrink else 0.0,
     )
     try:

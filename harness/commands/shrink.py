@@ -10,13 +10,13 @@ from pathlib import Path
 
 import click
 
-from harness.commands.refusal import Refusal
+from harness.commands.common import SECONDS, Refusal
 
 
 @click.command()
 @click.argument("what", metavar="FILE|DIR|ID")
 @click.option(
-    "--max-time", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True, metavar="S"
+    "--max-time", type=SECONDS, default=60.0, show_default=True, metavar="S"
 )
 @click.option("--subject", help="Another subject than the stored one.")
 @click.option(
@@ -26,7 +26,8 @@ from harness.commands.refusal import Refusal
 def shrink(what: str, max_time: float, subject: str | None, out: Path | None, as_json: bool) -> None:
     """Search for a smaller case that fails in the same way.
 
-    Exit code 1: it fails, and the smallest case was written; 0: it passes, nothing to shrink; 2: could not run.
+    Exit code 1: it fails, and the smallest case was written; 0: it passes, nothing to shrink; 2: could not
+    run.
     """
     from harness.engine.pool import Slot, fork_context
     from harness.engine.worker import SubjectRefused, WorkerSpec

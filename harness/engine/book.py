@@ -1,4 +1,4 @@
-"""What the shards of a run share: the configuration, the counts, the journal, the findings; all under one lock."""
+"""What the shards of a run share: configuration, counts, journal and findings, all under one lock."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.engine.journal import Journal
+from harness.engine.limits import Limits
 from harness.engine.pool import PRELOAD
-from harness.engine.profiles import Profile
 from harness.engine.worker import HARNESS_STAGE, WorkerSpec
 from harness.findings.store import Finding, FindingStore
 from harness.problems.problem import Problem
+from harness.problems.profiles import ProfileName
 from reports.records import CaseRecord, Status
 
 SHRINK_ROUNDS = 4
@@ -25,12 +26,11 @@ class RunConfig:
     """What to run. The defaults of the last three are the real ones; tests of the engine put fakes there."""
 
     subject: str
-    profile: Profile
+    profile: ProfileName
+    limits: Limits
     out: Path
     seed: int
     jobs: int
-    max_examples: int | None
-    max_time_s: float | None
     shrink_s: float = 30.0
     """Per finding; 0: findings are kept as they were found."""
     checker: str = WorkerSpec.checker
@@ -73,7 +73,7 @@ class Book:
 
     def take(self) -> bool:
         """Whether one more case may start; counts it."""
-        limit, most_time = self.config.max_examples, self.config.max_time_s
+        limit, most_time = self.config.limits.max_examples, self.config.limits.max_time_s
         with self.lock:
             over = self.stopping or (limit is not None and self.taken >= limit)
             if over or (most_time is not None and self.search_seconds > most_time):

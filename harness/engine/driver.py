@@ -1,7 +1,7 @@
 """A shard: the process in which Hypothesis draws cases, steers and shrinks.
 
-It runs no kernel and writes nothing. Each case goes to the main process as JSON, which answers with its record or
-with the word to stop. Two tasks come down the pipe: `Search` and `Shrink`.
+It runs no kernel and writes nothing. Each case goes to the main process as JSON, which answers with its
+record or with the word to stop. Two tasks come down the pipe: `Search` and `Shrink`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class Broken:
 
 
 class _NoMore(KeyboardInterrupt):
-    """Ends a Hypothesis run from inside: it lets KeyboardInterrupt through, and takes every Exception for a failure."""
+    """Ends a Hypothesis run from inside.
+
+    Hypothesis lets KeyboardInterrupt through, and takes every Exception for a failure of the test.
+    """
 
 
 def derived_seed(run_seed: int, *parts: int | str) -> int:
@@ -145,7 +148,7 @@ def run_hypothesis(
     max_examples: int,
     phases: tuple[Phase, ...],
 ) -> None:
-    """One run of Hypothesis without its database, deadlines and health checks: cases are expensive by nature."""
+    """One run of Hypothesis without database, deadlines and health checks: cases are expensive by nature."""
 
     @seed(run_seed)
     @settings(

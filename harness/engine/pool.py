@@ -1,8 +1,8 @@
 """The local pool: one worker process a slot, each case under a time-out.
 
 Workers are forked from a server process that has imported torch and Triton but never touched the device or
-`optimized`, so replacing a dead worker costs milliseconds instead of seconds. What a worker does to itself is a verdict:
-a death is CRASH (OOM if the kernel's killer struck meanwhile), silence past the time-out is HANG.
+`optimized`, so replacing a dead worker costs a fraction of a second. What a worker does to itself is a
+verdict: a death is CRASH (OOM if the kernel's killer struck meanwhile), silence past the time-out is HANG.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START_TIMEOUT_S = 300.0
 """Loading a subject may import and compile much; longer than this is a failure to start."""
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818 - not an error
     """The pool was stopped while the case ran."""
 
 
@@ -102,8 +102,8 @@ class Slot:
             except CancelledError:
                 raise Stopped from None
             except (BrokenProcessPool, RuntimeError):
-                # Pebble gives up the pool when a worker dies before its start of the task was seen, which may be
-                # an idle worker that was killed: one more try tells whether the case is to blame.
+                # Pebble gives up the pool when a worker dies before its start of the task was seen. That may
+                # have been an idle worker that was killed: one more try tells whether the case is to blame.
                 if self._stopped:
                     raise Stopped from None
                 self._pool.stop()

@@ -1,7 +1,7 @@
-"""The main process of a run: hands cases from the shards to the workers, keeps the book, decides when it is over.
+"""The main process of a run: cases go from the shards to the workers, records from the workers to the book.
 
-For each shard there is a driver process (draws the cases), a slot of the pool (judges them) and a thread here that
-goes between the two. All state that they share is in the `Book`. torch is never imported here.
+For each shard there is a driver process (draws the cases), a slot of the pool (judges them) and a thread here
+that goes between the two. All state that they share is in the `Book`. torch is never imported here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
 from datetime import UTC, datetime
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from harness.engine.book import Book, RunConfig
@@ -35,7 +35,7 @@ from reports.runs import RunMeta
 JOBS_PER_GPU = 4
 
 
-class CannotRun(Exception):
+class CannotRun(Exception):  # noqa: N818 - the word that the user reads
     """The run cannot start: one line for the user. Nothing has been written."""
 
 
@@ -61,7 +61,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """0 clean, 1 findings, 2 the run did not get through (nothing ran, the harness failed, interrupted)."""
+        """0 clean, 1 findings, 2 not got through: nothing ran, the harness failed, interrupted."""
         book = self.book
         if book.failing:
             return 1
@@ -88,7 +88,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
     """Run a search to its end.
 
     Raises:
-        CannotRun: unknown subject, a folder that is not empty, workers that do not start. Nothing was written.
+        CannotRun: unknown subject, folder not empty, workers that do not start. Nothing was written.
     """
     if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
         raise CannotRun(f"--out {config.out}: must be a folder that does not exist yet or is empty")
@@ -106,7 +106,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
                 checker=config.checker,
                 resolver=config.resolver,
             ),
-            config.profile.case_timeout_s,
+            config.limits.case_timeout_s,
             context,
         )
         for index in range(config.jobs)
@@ -114,7 +114,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
     try:
         try:
             with ThreadPoolExecutor(config.jobs) as threads:
-                facts = list(threads.map(Slot.prepare, slots))[0]
+                facts, *_ = threads.map(Slot.prepare, slots)
         except SubjectRefused as error:
             raise CannotRun(str(error)) from None
         with Journal(config.out) as journal:
@@ -122,7 +122,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
             book = Book(config, journal, store, searching=config.jobs)
             meta = RunMeta(
                 subject=config.subject,
-                profile=config.profile.name,
+                profile=config.profile,
                 seed=config.seed,
                 jobs=config.jobs,
                 facts=facts,
@@ -165,9 +165,9 @@ class Shard:
         search = Search(
             shard=self.index,
             seed=config.seed,
-            profile=config.profile.name,
-            max_examples=config.max_examples,
-            steer=config.profile.steer,
+            profile=config.profile,
+            max_examples=config.limits.max_examples,
+            steer=config.limits.steer,
             strategy=config.strategy,
         )
         try:

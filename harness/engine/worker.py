@@ -1,7 +1,7 @@
 """What runs inside a worker process: load the subject once, judge one case at a time.
 
-The worker owns the device. It is the only process that imports `optimized` (for a mutant: a patched copy of it),
-so a crash, a hang or a poisoned CUDA context costs one worker and never the run.
+The worker owns the device. It is the only process that imports `optimized` (for a mutant: a patched copy of
+it), so a crash, a hang or a poisoned CUDA context costs one worker and never the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HARNESS_STAGE = "harness"
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything a worker has to know; sent to it with each call, so that a restarted worker needs no memory."""
+    """Everything a worker has to know; sent with each call, so that a new worker needs no memory."""
 
     subject: str
     scratch: str
@@ -41,7 +41,7 @@ class WorkerSpec:
     """`module:function` that raises if the subject name is unknown."""
 
 
-class SubjectRefused(Exception):
+class SubjectRefused(Exception):  # noqa: N818 - the word that the user reads
     """The subject cannot be loaded here; the message is one line for the user."""
 
 

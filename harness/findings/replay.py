@@ -29,7 +29,7 @@ class Replay:
 
     @property
     def same_verdict(self) -> bool | None:
-        """Whether status, stage and cause are the stored ones; None if none are stored or the subject is another."""
+        """Whether status, stage and cause are the stored ones; None if there is nothing to compare with."""
         if self.case.expected is None or self.case.subject != self.record.subject:
             return None
         now = Expected(status=self.record.status, stage=self.record.stage, cause=cause_of(self.record))
@@ -69,22 +69,20 @@ class Replay:
     def lines(self, path: Path) -> list[str]:
         """For people."""
         record, stored = self.record, self.case.expected
-        before = f"; stored: {stored.status.value} at {stored.stage or 'case'}" if stored else ""
+        before = f"{stored.status.value} at {stored.stage or 'case'}" if stored else ""
         lines = [
             f"case     {path}",
             f"subject  {record.subject}",
             f"verdict  {record.status.value} at {record.stage or 'case'}"
-            f" ({_said(self.same_verdict, 'same as stored', 'DIFFERENT' + before, 'nothing to compare with')})",
+            f" ({_compared(self.same_verdict, before)})",
             f"tensors  {record.tensor_hash or 'not built'}"
-            f" ({_said(self.same_tensors, 'same as stored', 'DIFFERENT: ' + self.case.tensor_hash, 'not compared')})",
+            f" ({_compared(self.same_tensors, self.case.tensor_hash)})",
             f"margins  out {_number(record.margin_out)}, LSE {_number(record.margin_lse)}  (err/tol)",
             f"message  {headline(record)}",
         ]
         for check in record.checks:
             if check.status.is_finding:
-                lines.append(
-                    f"  {check.check}: {check.status.value} {place_text(check.place)} {check.message}".rstrip()
-                )
+                lines.append(f"  {check.check}: {check.status.value}; {place_text(check.place)}; {check.message}")
                 if check.terms:
                     lines.append(f"    tolerance: {terms_text(check.terms)}")
         return lines
@@ -115,8 +113,10 @@ def replay_case(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _said(same: bool | None, yes: str, no: str, unknown: str) -> str:
-    return unknown if same is None else yes if same else no
+def _compared(same: bool | None, stored: str) -> str:
+    if same is None:
+        return "nothing to compare with"
+    return "same as stored" if same else f"DIFFERENT, stored: {stored}"
 
 
 def _number(value: float | None) -> str:

@@ -1,8 +1,9 @@
 """Make a failing case smaller while its fingerprint stays the same, in bounded time.
 
-Works on the problem itself and not on Hypothesis's choices, because captured, traced and hand-written cases have
-none, and because a try costs a whole prefill: a few dozen tries in the right order must do. Each pass proposes
-simpler problems, the greatest simplification first; a proposal that still fails is the new start of its pass.
+Works on the problem itself and not on Hypothesis's choices, because captured, traced and hand-written cases
+have none, and because a try costs a whole prefill: a few dozen tries in the right order must do. Each pass
+proposes simpler problems, the greatest simplification first; a proposal that still fails is the new start of
+its pass.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _changed(problem: Problem, changes: Changes) -> Problem | None:
 
 
 def _halve_all(p: Problem) -> Iterator[Changes]:
-    """All lengths, the chunk budgets and the top-k together, so that the path and the chunk count tend to stay."""
+    """All lengths, chunk budgets and the top-k together, so that path and chunk count tend to stay."""
     for cut in (8, 4, 2):
         requests = [(i, -(-r.context_len // cut), -(-r.query_len // cut)) for i, r in enumerate(p.requests)]
         least = p.chunks.split_alignment

@@ -65,7 +65,10 @@ class CaseFile(BaseModel):
 
 
 def cause_of(record: CaseRecord) -> str:
-    """What went wrong, in words that two cases of one fault share: the failing check, or the message without numbers."""
+    """What went wrong, in words that two cases of one fault share.
+
+    The name of the failing check, or the message without its numbers.
+    """
     for check in record.checks:
         if check.status == record.status and record.stage in (None, check.stage):
             return check.check
@@ -169,13 +172,13 @@ def read_state(folder: Path) -> dict[str, str | int]:
 
 
 def note_replay(case: Path, *, failing: bool) -> None:
-    """Mark the finding that the case file belongs to as fixed or open again; other case files are left alone."""
+    """Mark the finding of this case file as fixed, or as open again; other case files are left alone."""
     if case.name == "case.json" and (case.parent / "state.json").is_file():
         write_state(case.parent, "open" if failing else "fixed")
 
 
 def locate(what: str, runs: Path) -> Path:
-    """The case file that a user names by its path, its finding's folder or its finding's id (newest run first).
+    """The case file that a user names by its path, its finding's folder or its finding's id (newest run).
 
     Raises:
         CaseFileError: nothing like it is there.

@@ -80,7 +80,7 @@ def bad_when_long(case: Problem, subject: str) -> CaseRecord:
 
 
 def misbehaving(case: Problem, subject: str) -> CaseRecord:
-    """Does what the number of tokens says: 1 segfaults, 2 hangs, 3 out of memory, 4 a harness bug, 5 exits."""
+    """The number of tokens says what goes wrong: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit."""
     match case.num_tokens:
         case 1:
             os.kill(os.getpid(), signal.SIGSEGV)

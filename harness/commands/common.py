@@ -1,10 +1,13 @@
-"""How a command says that it could not run: one line on stderr, exit code 2."""
+"""What the commands share: how one says that it could not run, and the type of a time."""
 
 from __future__ import annotations
 
 from typing import IO, Any
 
 import click
+
+SECONDS = click.FloatRange(min=0, min_open=True)
+"""Type of every option that takes a time."""
 
 
 class Refusal(click.ClickException):

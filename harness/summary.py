@@ -1,0 +1,104 @@
+"""The end of a run, for a person: tables, findings with their replay lines, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from harness.display import console
+from harness.engine.search import Outcome
+from harness.engine.worker import HARNESS_STAGE
+from harness.findings.store import Finding
+from reports import tables
+from reports.finding import headline, place_text, terms_text
+from reports.runs import RunMeta
+
+MAX_CHECKS_SHOWN = 4
+MAX_HARNESS_ERRORS_SHOWN = 3
+
+
+def print_summary(
+    rows: list[dict[str, Any]],
+    meta: RunMeta,
+    findings: Iterable[Finding],
+    outcome: Outcome,
+    *,
+    to_stderr: bool,
+) -> None:
+    """Print everything that the run has to say; the verdict comes last."""
+    out = console(stderr=to_stderr)
+    frame = tables.case_frame(rows)
+    out.print()
+    _print(out, "Paths and kernels", tables.path_table(frame))
+    _print(out, "Stages (err/tol of the bounded checks)", tables.stage_table(tables.check_frame(rows)))
+    _print(out, "Power: share of such faults that a case would certainly reveal", tables.power_table(frame))
+    _print(out, "Sources", tables.source_table(frame))
+    features = tables.feature_table(frame, meta.features)
+    hit, known = features["hit"].sum(), features["of"].sum()
+    title = f"Features: {hit} of {known} reached (with the number of cases that exercised each)"
+    _print(out, title, features[["name", "reached", "not_reached"]])
+    for finding in findings:
+        _print_finding(out, finding)
+    for trace in outcome.book.broken:
+        out.print(f"the harness failed:\n{trace}", style="red", markup=False)
+    errors = frame.loc[frame["stage"] == HARNESS_STAGE, "message"].drop_duplicates()
+    for message in errors.head(MAX_HARNESS_ERRORS_SHOWN):
+        out.print(f"the harness failed on a case: {message}", style="red", markup=False)
+    for line in _verdict(tables.summary(frame), meta, outcome):
+        out.print(line, markup=False, soft_wrap=True)
+
+
+def _verdict(numbers: dict[str, Any], meta: RunMeta, outcome: Outcome) -> list[str]:
+    rate = numbers["cases"] / max(meta.search_seconds or 0.0, 1e-9)
+    interrupted = ", interrupted" if outcome.interrupted else ""
+    return [
+        f"{numbers['cases']} cases: {numbers['passed']} passed, {numbers['failing']} failing "
+        f"({len(outcome.book.store.findings)} findings), {numbers['not_run']} not run; "
+        f"{numbers['vacuous']} had no power for some fault class",
+        f"two or more chunks {numbers['many_chunks_share']:.0%}, "
+        f"published dims {numbers['published_dims_share']:.0%}; worst err/tol: "
+        f"out {_cell('', numbers['worst_margin_out'])}, LSE {_cell('', numbers['worst_margin_lse'])}",
+        f"{meta.seconds or 0:.1f} s, {rate:.1f} cases/s; seed {meta.seed}{interrupted}",
+        f"report {outcome.folder.resolve() / 'report.md'}",
+    ]
+
+
+def _print_finding(out: Console, finding: Finding) -> None:
+    """Stage, message, terms, and the replay line on a line of its own."""
+    record = finding.record
+    verdict = f"[bold red]{record.status.value}[/] at stage [bold]{record.stage or 'case'}[/]"
+    out.print(f"{verdict}, met {finding.count} times: {finding.id}")
+    out.print(f"  {headline(record)}", markup=False)
+    for check in [check for check in record.checks if check.status.is_finding][:MAX_CHECKS_SHOWN]:
+        margin = "" if check.margin is None else f", err/tol {check.margin:.3g}"
+        line = f"  {check.check}: {place_text(check.place)}{margin}; {check.message}"
+        out.print(line, markup=False)
+        if check.terms:
+            out.print(f"    the tolerance there: {terms_text(check.terms)}", markup=False)
+    out.print(f"  {finding.replay_line}\n", markup=False, soft_wrap=True)
+
+
+def _print(out: Console, title: str, frame: pd.DataFrame) -> None:
+    if frame.empty:
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    for name in frame.columns:
+        number = pd.api.types.is_numeric_dtype(frame[name])
+        table.add_column(str(name).replace("_", " "), justify="right" if number else "left")
+    for row in frame.itertuples(index=False):
+        table.add_row(*(_cell(str(name), value) for name, value in zip(frame.columns, row, strict=True)))
+    out.print(title, style="bold", markup=False)
+    out.print(table)
+    out.print()
+
+
+def _cell(column: str, value: object) -> str:
+    if value is None or (isinstance(value, float) and pd.isna(value)):
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.0%}" if column == "share" else f"{value:.3f}"
+    return str(value)
