@@ -1,0 +1,1 @@
+"""Checks: one module a stage, each from actual inputs and outputs to check records."""

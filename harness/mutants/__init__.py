@@ -1,0 +1,1 @@
+"""Planted faults: exact text patches to a copy of `optimized/`, run as subjects `mutant:NAME`."""

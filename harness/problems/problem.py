@@ -262,6 +262,7 @@ class Problem(Part):
             longest_chunk=self.longest_chunk,
             workspace_words=self.workspace_words,
             force=self.force,
+            quantised=self.paging.kv_cache_dtype != "auto",
         )
 
     def features(self) -> list[str]:

@@ -39,11 +39,13 @@ def expected_path(
     longest_chunk: int,
     workspace_words: int,
     force: Force | None,
+    quantised: bool = False,
 ) -> Path:
     """The path that the dispatch rules give to this batch.
 
     `longest_chunk` is the most context keys of one request in one chunk (0 without context). `refused` means
-    that a masked path was forced although its masks do not fit: a ValueError is the right answer.
+    that a masked path was forced although its masks do not fit, or on a quantised cache: a ValueError is the
+    right answer.
     """
     batch = len(query_lens)
     seq_lens = [c + q for c, q in zip(context_lens, query_lens, strict=True)]
@@ -54,7 +56,7 @@ def expected_path(
         return "mqa"
     max_q = max(query_lens, default=0)
     per_call = mask_words(batch, max_q, max(max_q, longest_chunk), reserve=False)
-    if per_call > workspace_words:
+    if quantised or per_call > workspace_words:
         return "mqa" if force is None else "refused"
     if not any(context_lens):
         return "no_context"

@@ -1,0 +1,185 @@
+"""One case: build the tensors, run the subject, judge every stage, say what the case could have shown."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from harness.checks.facts import Facts
+from harness.checks.guards import same_bits
+from harness.checks.link import first_bad
+from harness.checks.power import power_shares, vacuous_classes
+from harness.checks.prefill import check_fed, check_raw, check_result_shape, requests_of
+from harness.checks.verdict import failed, passed
+from harness.checks.walk_mha import MhaWalk
+from harness.checks.walk_mqa import MqaWalk
+from harness.problems.problem import Problem
+from harness.problems.tensors import Inputs, build_inputs, tensor_hash
+from harness.subjects.base import NotRunnable, PrefillOutcome, PrefillSubject
+from harness.subjects.registry import resolve
+from reports.records import CaseRecord, CheckRecord, Status
+
+REPEAT_EVERY = 4
+"""One case in this many (by its id) is run twice, the second time on other poison."""
+
+
+def default_device() -> torch.device:
+    """The GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_case(problem: Problem, subject_name: str) -> CaseRecord:
+    """Judge one case. The subject's own exceptions become verdicts; faults of the harness are raised."""
+    started = time.perf_counter()
+    subject = resolve(subject_name)
+    record = CaseRecord(
+        case_id=problem.case_id,
+        subject=subject_name,
+        source=problem.source,
+        status=Status.PASS,
+        chunks=len(problem.planned_chunks),
+        features=problem.features(),
+    )
+    inputs = build_inputs(problem, default_device())
+    record.tensor_hash = tensor_hash(inputs)
+    checks = _judge(problem, subject, inputs, record)
+    _summarise(record, checks, nothing_compared=problem.num_tokens == 0)
+    record.seconds = time.perf_counter() - started
+    return record
+
+
+def _judge(problem: Problem, subject: PrefillSubject, inputs: Inputs, record: CaseRecord) -> list[CheckRecord]:
+    before = {name: buffer.clone() for name, buffer in inputs.buffers.items() if name != "out"}
+    refusal_expected = problem.expected_path() == "refused"
+    try:
+        outcome = subject.prefill(problem, inputs, traced=True)
+    except NotRunnable as reason:
+        return [failed("prefill", "prefill.run", str(reason), status=Status.NOT_RUN)]
+    except MemoryError:
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        if refusal_expected and isinstance(error, ValueError):
+            record.paths = ["refused"]
+            untouched = _guard_records(subject, inputs, before)
+            return [*untouched, passed("dispatch", "dispatch.refusal")]
+        message = f"the subject refused a legal case: {type(error).__name__}: {error}"
+        return [failed("prefill", "prefill.run", message, status=Status.CONTRACT)]
+    guards = _guard_records(subject, inputs, before)
+    if refusal_expected:
+        message = "a masked path was forced although its masks do not fit the workspace: ValueError expected"
+        return [failed("dispatch", "dispatch.refusal", message), *guards]
+    facts = Facts(problem, inputs, subject.contract)
+    checks = _stages(facts, outcome, record)
+    checks += guards
+    if int(problem.case_id, 16) % REPEAT_EVERY == 0 and first_bad(checks) is None:
+        checks += _repeat(problem, subject, outcome)
+    return checks
+
+
+def _stages(facts: Facts, outcome: PrefillOutcome, record: CaseRecord) -> list[CheckRecord]:
+    problem, trace = facts.problem, outcome.trace
+    wrong = check_result_shape(facts, outcome.out, outcome.lse)
+    if wrong is not None:
+        return [wrong]
+    expected = problem.expected_path()
+    path = trace.path if trace is not None else None
+    checks: list[CheckRecord] = []
+    if trace is not None:
+        record.paths = sorted({str(trace.path), *trace.kernels})
+        if path != expected:
+            message = f"the batch took path {path}, must take {expected}"
+            checks.append(failed("dispatch", "dispatch.path", message))
+        else:
+            checks.append(passed("dispatch", "dispatch.path"))
+        checks += (MqaWalk if path == "mqa" else MhaWalk)(facts, trace).run()
+    if first_bad(checks) is not None:
+        return checks
+    dims = problem.dims
+    out = outcome.out.view(-1, dims.heads, dims.v)
+    views = requests_of(facts, out, outcome.lse, dense=expected == "dense")
+    if trace is not None and path != "mqa":
+        fed, power = check_fed(facts, trace, views)
+        checks += fed
+        record.power = power_shares(power)
+        record.vacuous = vacuous_classes(record.power)
+    checks += check_raw(facts, out, outcome.lse, path=expected)
+    return checks
+
+
+def _guard_records(subject: PrefillSubject, inputs: Inputs, before: dict[str, torch.Tensor]) -> list[CheckRecord]:
+    """Canaries around what may be written, and no change of anything else."""
+    records = []
+    broken = inputs.broken_canary()
+    if broken is not None:
+        records.append(failed("guard", "guard.output", broken, status=Status.GUARD))
+    for name, old in before.items():
+        if not same_bits(inputs.buffers[name], old):
+            message = f"the call changed its input {name}"
+            records.append(failed("guard", "guard.inputs", message, status=Status.GUARD))
+    mask_guard = getattr(subject, "mask_guard", None)
+    if mask_guard is not None:
+        records.append(mask_guard.check("mask_workspace"))
+    return records or [passed("guard", "guard.memory")]
+
+
+def _repeat(problem: Problem, subject: PrefillSubject, first: PrefillOutcome) -> list[CheckRecord]:
+    """The same case again, on other poison: the same bits, where the contract claims determinism."""
+    if not subject.contract.deterministic:
+        return []
+    other = "zero" if problem.layout.poison != "zero" else "nan"
+    again = problem.replace(layout=problem.layout.model_copy(update={"poison": other}))
+    outcome = subject.prefill(again, build_inputs(again, default_device()), traced=False)
+    for name, a, b in (("output", first.out, outcome.out), ("LSE", first.lse, outcome.lse)):
+        if same_bits(a.contiguous(), b.contiguous()):
+            continue
+        third = subject.prefill(problem, build_inputs(problem, default_device()), traced=False)
+        same = third.out if name == "output" else third.lse
+        racy = not same_bits(a.contiguous(), same.contiguous())
+        row = (a != b).nonzero()
+        where = f" (first at {tuple(row[0].tolist())})" if row.numel() else ""
+        if racy:
+            message = f"two identical calls gave different {name} bits{where}"
+            return [failed("guard", "guard.repeat", message, status=Status.RACY)]
+        message = (
+            f"{name} depends on memory that must not be read: poison {problem.layout.poison} and {other} differ{where}"
+        )
+        return [failed("guard", "guard.poison", message, status=Status.GUARD)]
+    return [passed("guard", "guard.repeat")]
+
+
+def _summarise(record: CaseRecord, checks: Sequence[CheckRecord], *, nothing_compared: bool) -> None:
+    """Status, first bad stage, margins, and the records worth keeping: what is not a plain PASS, one a check."""
+    bad = first_bad(list(checks))
+    not_run = next((check for check in checks if check.status is Status.NOT_RUN), None)
+    if not_run is not None:
+        record.status, record.message = Status.NOT_RUN, not_run.message
+    elif bad is not None:
+        record.status, record.stage, record.message = bad.status, bad.stage, bad.message
+    elif any(check.status is Status.WATCH for check in checks):
+        record.status = Status.WATCH
+    elif nothing_compared:
+        record.status = Status.VACUOUS
+    worst: dict[str, CheckRecord] = {}
+    for check in checks:
+        if check.status.is_finding:
+            continue
+        kept = worst.get(check.check)
+        if kept is None or (check.margin or 0.0) > (kept.margin or 0.0):
+            worst[check.check] = check
+    record.checks = [check for check in checks if check.status.is_finding] + list(worst.values())
+    record.margin_out = _worst_margin(checks, ".out")
+    record.margin_lse = _worst_margin(checks, ".lse")
+
+
+def _worst_margin(checks: Sequence[CheckRecord], suffix: str) -> float | None:
+    """Over the attention results: of stages that round once the margin is near 1 always."""
+    margins = [
+        check.margin
+        for check in checks
+        if check.stage in ("attend", "mqa", "prefill") and check.check.endswith(suffix) and check.margin is not None
+    ]
+    return max(margins, default=None)

@@ -1,0 +1,155 @@
+"""Stage `prefill`: the whole layer, output and LSE.
+
+Twice: on the K and V that the subject really projected (chunk-aware bound, no error of the projection in it), and
+on the raw inputs (the bound adds the propagated rounding of K and V). The allowed sets come from the raw top-k
+rows in both, or from the positions alone on the dense path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from harness.checks.attention import compare_attention, rows_of_request
+from harness.checks.facts import Facts
+from harness.checks.power import ROWS
+from harness.checks.verdict import check_shape
+from optimized.trace import ProjectEvent, Trace
+from reference.bound import attend_reference
+from reference.bound_stages import prefill_reference
+from reference.oracle import allowed_matrix, causal_matrix
+from reference.power import Power, attend_power
+from reports.records import CheckRecord, Place
+
+STAGE = "prefill"
+
+
+@dataclass(frozen=True)
+class RequestView:
+    """One request of a batch and its part of the result."""
+
+    request: int
+    rows: slice
+    allowed: torch.Tensor
+    """bool `[q_len, seq_len]`"""
+    segments: list[tuple[int, int]]
+    """(start, length) of each segment that holds keys of this request; the suffix is the last."""
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def requests_of(facts: Facts, out: torch.Tensor, lse: torch.Tensor, *, dense: bool) -> list[RequestView]:
+    """Requests with at least one query; `out [T, H, v]`, `lse [H, T]`."""
+    views = []
+    for request, (context, query_len) in enumerate(zip(facts.context_lens, facts.query_lens, strict=True)):
+        if query_len == 0:
+            continue
+        first = facts.token_starts[request]
+        rows = slice(first, first + query_len)
+        allowed = (
+            causal_matrix(query_len, context, device=out.device)
+            if dense
+            else allowed_matrix(facts.topk_rows[rows], context)
+        )
+        views.append(RequestView(request, rows, allowed, segments_of(facts, request), out[rows], lse[:, rows]))
+    return views
+
+
+def check_result_shape(facts: Facts, out: torch.Tensor, lse: torch.Tensor) -> CheckRecord | None:
+    """Shape and dtype of the final output `[T, H * v]` and LSE `[H, T]`."""
+    dims, dtype = facts.problem.dims, facts.inputs.q.dtype
+    wrong = check_shape(STAGE, "prefill.out", out, (facts.num_tokens, dims.heads * dims.v), dtype)
+    return wrong or check_shape(STAGE, "prefill.lse", lse, (dims.heads, facts.num_tokens), torch.float32)
+
+
+def projected_request(facts: Facts, trace: Trace, view: RequestView) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one request as the subject projected them, in key order."""
+    events = {event.call: event for event in trace.of(ProjectEvent)}
+    keys, values = [], []
+    for index, chunk in enumerate(facts.plan):
+        slot = view.request - chunk.first
+        if 0 <= slot < len(chunk.lengths):
+            start = sum(chunk.lengths[:slot])
+            part = slice(start, start + chunk.lengths[slot])
+            keys.append(events[f"chunk[{index}]"].k[part])
+            values.append(events[f"chunk[{index}]"].v[part])
+    own = events["suffix" if facts.plan else "no_context"]
+    keys.append(own.k[view.rows])
+    values.append(own.v[view.rows])
+    return torch.cat(keys), torch.cat(values)
+
+
+def check_fed(facts: Facts, trace: Trace, views: list[RequestView]) -> tuple[list[CheckRecord], Power]:
+    """MHA paths: the result on the projected K and V. Also the power of these checks."""
+    records: list[CheckRecord] = []
+    power = Power()
+    for view in views:
+        k, v = projected_request(facts, trace, view)
+        exact = attend_reference(
+            q=facts.inputs.q[view.rows],
+            k=k,
+            v=v,
+            allowed=view.allowed,
+            scale=facts.problem.scale,
+            segments=view.segments,
+            numerics=facts.numerics,
+        )
+        power += attend_power(
+            q=facts.inputs.q[view.rows],
+            k=k,
+            v=v,
+            allowed=view.allowed,
+            scale=facts.problem.scale,
+            reference=exact,
+            max_rows=ROWS,
+        )
+        place = rows_of_request(view.request, view.rows.start)
+        records += compare_attention(STAGE, "prefill.fed", view.out, view.lse, exact, place)
+    return records, power
+
+
+def check_raw(facts: Facts, out: torch.Tensor, lse: torch.Tensor, *, path: str) -> list[CheckRecord]:
+    """The result `out [T, H, v]`, `lse [H, T]` on the raw inputs, propagated rounding of K and V in the bound."""
+    problem, inputs = facts.problem, facts.inputs
+    dims, paging = problem.dims, problem.paging
+    mqa = path == "mqa"
+    exact = prefill_reference(
+        q=inputs.q,
+        kv_c_normed=inputs.kv_c_normed,
+        k_pe=inputs.k_pe,
+        cache=inputs.cache,
+        block_table=inputs.block_table,
+        w_kv_b=inputs.w_kv_b,
+        topk_rows=facts.topk_rows,
+        query_lens=facts.query_lens,
+        context_lens=facts.context_lens,
+        num_heads=dims.heads,
+        nope=dims.nope,
+        rope=dims.rope,
+        v_head_dim=dims.v,
+        scale=problem.scale,
+        numerics=facts.mqa_numerics if mqa else facts.numerics,
+        dense=path == "dense",
+        kv_cache_dtype=paging.kv_cache_dtype,
+        kv_cache_scale=paging.kv_cache_scale,
+        path="mqa" if mqa else "mha",
+        segments=[segments_of(facts, request) for request in range(len(facts.query_lens))],
+        exact_projection=problem.data.weights == "exact",
+    )
+
+    def place(token: int) -> Place:
+        request = facts.request_of(token)
+        return Place(request=request, row=token - facts.token_starts[request], token=token)
+
+    return compare_attention(STAGE, "prefill.raw", out, lse, exact, place)
+
+
+def segments_of(facts: Facts, request: int) -> list[tuple[int, int]]:
+    """(start, length) of the segments that hold keys of one request, in merge order: chunks, then the suffix."""
+    segments = [
+        (chunk.starts[request - chunk.first], chunk.lengths[request - chunk.first])
+        for chunk in facts.plan
+        if chunk.first <= request < chunk.first + len(chunk.lengths)
+    ]
+    return [*segments, (facts.context_lens[request], facts.query_lens[request])]

@@ -1,0 +1,151 @@
+"""Read-outs: what an attention call really attended, exactly and without a tolerance (JUDGEMENT section 3).
+
+Counting: with q = 0 every score is 0, so `exp(LSE)` is the number of keys that a row attended. Naming: with q = 0
+and V one-hot over a window of keys, an output column is positive exactly where its key was attended. A mask is
+shared by the heads, so each head shows its own window: `H * v` keys a launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+WORD_BITS = 32
+
+
+class Attend(Protocol):
+    """One varlen attention call; the signature of `optimized.attention.api.masked_mha` without its first argument."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float,
+        *,
+        mask: torch.Tensor | None,
+        offset: bool,
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class AttendShape:
+    """The structure of one call, without its numbers."""
+
+    cu_seqlens_q: list[int]
+    cu_seqlens_k: list[int]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    heads: int
+    qk_width: int
+    v_width: int
+    dtype: torch.dtype
+    device: torch.device
+    scale: float
+    mask: torch.Tensor | None
+    offset: bool
+    causal: bool
+
+
+def _call(attend: Attend, shape: AttendShape, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.zeros(shape.cu_seqlens_q[-1], shape.heads, shape.qk_width, dtype=shape.dtype, device=shape.device)
+    k = torch.zeros(shape.cu_seqlens_k[-1], shape.heads, shape.qk_width, dtype=shape.dtype, device=shape.device)
+    offsets = [
+        torch.tensor(starts, dtype=torch.int32, device=shape.device)
+        for starts in (shape.cu_seqlens_q, shape.cu_seqlens_k)
+    ]
+    return attend(
+        q,
+        k,
+        v,
+        offsets[0],
+        offsets[1],
+        shape.max_seqlen_q,
+        shape.max_seqlen_k,
+        shape.scale,
+        mask=None if shape.mask is None else shape.mask.clone(),
+        offset=shape.offset,
+        causal=shape.causal,
+    )
+
+
+def count_attended(attend: Attend, shape: AttendShape) -> torch.Tensor:
+    """`[H, Tq]` float64: keys that each row attended; an integer in every right answer, 0 for an empty row."""
+    v = torch.zeros(shape.cu_seqlens_k[-1], shape.heads, shape.v_width, dtype=shape.dtype, device=shape.device)
+    _, lse = _call(attend, shape, v)
+    counted: torch.Tensor = lse.double().exp()
+    return counted
+
+
+def name_attended(attend: Attend, shape: AttendShape) -> list[torch.Tensor]:
+    """For each request bool `[q_len, k_len]`: whether the row attended the key (key positions in the segment)."""
+    batch = len(shape.cu_seqlens_q) - 1
+    q_lens = [shape.cu_seqlens_q[i + 1] - shape.cu_seqlens_q[i] for i in range(batch)]
+    k_lens = [shape.cu_seqlens_k[i + 1] - shape.cu_seqlens_k[i] for i in range(batch)]
+    named = [
+        torch.zeros(q_len, k_len, dtype=torch.bool, device=shape.device)
+        for q_len, k_len in zip(q_lens, k_lens, strict=True)
+    ]
+    window = shape.heads * shape.v_width
+    for base in range(0, max(k_lens, default=0), window):
+        v = torch.zeros(shape.cu_seqlens_k[-1], shape.heads, shape.v_width, dtype=shape.dtype, device=shape.device)
+        for request, k_len in enumerate(k_lens):
+            shown = min(window, k_len - base)
+            if shown > 0:
+                slot = torch.arange(shown, device=shape.device)
+                row = shape.cu_seqlens_k[request] + base + slot
+                v[row, slot // shape.v_width, slot % shape.v_width] = 1.0
+        out, _ = _call(attend, shape, v)
+        seen = (out > 0).flatten(1)
+        for request, k_len in enumerate(k_lens):
+            shown = min(window, k_len - base)
+            if shown > 0:
+                rows = slice(shape.cu_seqlens_q[request], shape.cu_seqlens_q[request + 1])
+                named[request][:, base : base + shown] = seen[rows, :shown]
+    return named
+
+
+@dataclass(frozen=True)
+class SetDifference:
+    """The first row whose attended set is wrong."""
+
+    row: int
+    attended: list[int]
+    """Keys attended that are not allowed."""
+    missed: list[int]
+    """Keys allowed that were not attended."""
+    wrong_rows: int
+
+    @property
+    def key(self) -> int:
+        """The first key in question."""
+        return min([*self.missed, *self.attended])
+
+    def describe(self) -> str:
+        """`row 17 attended key 513 (word 16, bit 1), missed key 31 (word 0, bit 31)`."""
+        parts = []
+        for verb, keys in (("attended", self.attended), ("missed", self.missed)):
+            if keys:
+                named = ", ".join(f"key {key} (word {key // WORD_BITS}, bit {key % WORD_BITS})" for key in keys[:3])
+                more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+                parts.append(f"{verb} {named}{more}")
+        return f"row {self.row} {', '.join(parts)} ({self.wrong_rows} wrong rows)"
+
+
+def first_difference(attended: torch.Tensor, allowed: torch.Tensor) -> SetDifference | None:
+    """Compare two sets, both bool `[q_len, k_len]`."""
+    wrong = attended != allowed
+    rows = wrong.any(dim=1).nonzero().flatten()
+    if rows.numel() == 0:
+        return None
+    row = int(rows[0])
+    extra = (attended[row] & ~allowed[row]).nonzero().flatten().tolist()
+    missed = (allowed[row] & ~attended[row]).nonzero().flatten().tolist()
+    return SetDifference(row, extra, missed, int(rows.numel()))
