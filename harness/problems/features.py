@@ -86,10 +86,7 @@ _ANY_OF: dict[str, tuple[str, ...]] = {
 }
 
 FEATURES: tuple[str, ...] = tuple(
-    f"{group}:{value}"
-    for groups in (_ONE_OF, _ANY_OF)
-    for group, values in groups.items()
-    for value in values
+    f"{group}:{value}" for groups in (_ONE_OF, _ANY_OF) for group, values in groups.items() for value in values
 )
 """Every feature that a problem can have."""
 
@@ -121,7 +118,8 @@ def features_of(problem: Problem) -> list[str]:
 
 
 def _one_of(problem: Problem) -> dict[str, str]:
-    dims = problem.dims
+    dims, topk = problem.dims, problem.topk
+    explicit = topk.rows is not None
     plain_scale = math.isclose(problem.scale, dims.qk**-0.5, rel_tol=1e-6)
     return {
         "requests": _ranged(len(problem.requests), (0, 1, 2, 3, 5)),
@@ -131,8 +129,8 @@ def _one_of(problem: Problem) -> dict[str, str]:
         "block_order": problem.paging.order,
         "block_size": _ranged(problem.paging.block_size, (1, 2, 16, 17, 64)),
         "cache": problem.paging.kv_cache_dtype,
-        "topk_order": problem.topk.order,
-        "topk_holes": problem.topk.holes,
+        "topk_order": "shuffled" if explicit else topk.order,
+        "topk_holes": "tail" if explicit else topk.holes,
         "family": problem.data.family,
         "weights": problem.data.weights,
         "dtype": problem.dtype,
@@ -199,8 +197,7 @@ def _chunk(problem: Problem) -> set[str]:
     pieces = [piece for chunk in chunks for piece in chunk]
     parts = [sum(1 for p in pieces if p.request == r) for r in range(len(problem.requests))]
     last = [
-        max((i for i, c in enumerate(chunks) if any(p.request == r for p in c)), default=-1)
-        for r in range(len(parts))
+        max((i for i, c in enumerate(chunks) if any(p.request == r for p in c)), default=-1) for r in range(len(parts))
     ]
     total, budget = sum(problem.context_lens), problem.chunks.row_budget
     covered = {p.request for p in pieces}
@@ -264,7 +261,7 @@ def _topk_rows(problem: Problem) -> set[str]:
     width = problem.dims.topk
     return _true(
         {
-            "any_negative": problem.topk.any_negative,
+            "any_negative": problem.topk.any_negative and problem.topk.rows is None,
             "wider_than_a_sequence": any(0 < n < width for n in problem.seq_lens)
             and problem.expected_path() != "dense",
             "one_slot": width == 1,

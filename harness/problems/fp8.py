@@ -22,11 +22,13 @@ def to_ds_mla(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     512 e4m3 values, four float32 scales (largest magnitude of the tile / 448), 64 bfloat16 rope values.
     """
     rows = latent.shape[0]
+    if rows == 0:
+        return torch.empty((0, 656), dtype=torch.uint8)
     tiles = latent.float().reshape(rows, latent.shape[1] // TILE, TILE)
     scales = (tiles.abs().amax(dim=2) / E4M3_MAX).clamp_min(_SMALLEST_NORMAL)
     codes = (tiles / scales[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     parts = [
-        codes.reshape(rows, -1).view(torch.uint8),
+        codes.reshape(rows, latent.shape[1]).view(torch.uint8),
         scales.contiguous().view(torch.uint8),
         rope.to(torch.bfloat16).contiguous().view(torch.uint8),
     ]

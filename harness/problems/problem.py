@@ -97,8 +97,7 @@ class Problem(Part):
         spec = self.topk
         if spec.rows is None and len(spec.kinds) != len(self.requests):
             raise ValueError(
-                f"topk.kinds has {len(spec.kinds)} entries, must have one for each of "
-                f"{len(self.requests)} requests"
+                f"topk.kinds has {len(spec.kinds)} entries, must have one for each of {len(self.requests)} requests"
             )
         if spec.rows is not None:
             if len(spec.rows) != self.num_tokens:

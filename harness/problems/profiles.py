@@ -46,10 +46,15 @@ class Profile:
     """Query tokens of a batch with published sizes"""
     published_context: int
     traffic_share: int = 20
-    fp8_share: int = 18
+    fp8_share: int = 45
+    """Share of quantised caches among the paths that take one: dense and MQA"""
     long_query_share: int = 8
     """Share of batches whose first request is around a query tile long, whatever `max_query` says"""
     long_queries: tuple[int, ...] = (127, 128, 129, 255, 256, 257)
+    beside_long: int = 40
+    """Query tokens left for the other requests of such a batch"""
+    second_long_share: int = 0
+    """Share of such batches whose second request is as long"""
 
 
 PROFILES: dict[ProfileName, Profile] = {
@@ -78,12 +83,14 @@ PROFILES: dict[ProfileName, Profile] = {
         max_context=420,
         max_chunks=10,
         published_share=12,
-        published_heads=(1, 2, 3),
-        published_topk=(16, 8, 32, 48),
+        published_heads=(1, 2, 3, 4),
+        published_topk=(16, 8, 32, 48, 1),
         published_query=40,
         published_context=160,
         long_query_share=15,
         long_queries=(127, 128, 129, 255, 256, 257, 190, 300),
+        beside_long=160,
+        second_long_share=30,
     ),
     "gpu_small": Profile(
         name="gpu_small",
@@ -100,6 +107,7 @@ PROFILES: dict[ProfileName, Profile] = {
         published_query=512,
         published_context=4096,
         long_query_share=20,
+        second_long_share=30,
     ),
     "gpu_full": Profile(
         name="gpu_full",
@@ -116,5 +124,6 @@ PROFILES: dict[ProfileName, Profile] = {
         published_query=8192,
         published_context=32768,
         long_query_share=20,
+        second_long_share=30,
     ),
 }

@@ -83,14 +83,15 @@ def _problem(draw: DrawFn, profile: Profile) -> Problem:
     pieces = split_context(contexts, chunks.row_budget, chunks.max_context_chunk, chunks.split_alignment)
     longest_chunk = max((p.length for chunk in pieces for p in chunk), default=0)
     width = draw(_topk_width(profile, path, lengths, published=bool(model)))
-    words, force = draw(_workspace(path, queries, contexts, longest_chunk, width))
     dims = dims.model_copy(update={"topk": width})
+    cache = draw(_cache_dtype(profile, path, dims))
+    words, force = draw(_workspace(path, queries, contexts, longest_chunk, width, quantised=cache != "auto"))
     return Problem(
         dims=dims,
         dtype=draw(weighted(("bf16", 4), ("fp16", 1))),
         scale=draw(weighted((dims.qk**-0.5, 4), (1.37 * dims.qk**-0.5, 2), (0.0625, 1), (0.3, 1))),
         requests=tuple(Request(context_len=c, query_len=q) for c, q in lengths),
-        paging=draw(_paging(profile, dims, block_size)),
+        paging=draw(_paging(cache, block_size)),
         chunks=chunks,
         mask_workspace_words=words,
         topk=draw(_topk(lengths, width)),
@@ -126,15 +127,17 @@ def _traffic_lengths(
 def _drawn_lengths(
     draw: DrawFn, profile: Profile, path: Path, block_size: int, max_query: int, max_context: int
 ) -> Lengths:
-    few = [
-        (n, w) for n, w in ((1, 34), (2, 30), (3, 20), (4, 8), (6, 4), (8, 4)) if n <= profile.max_requests
-    ]
+    few = [(n, w) for n, w in ((1, 34), (2, 30), (3, 20), (4, 8), (6, 4), (8, 4)) if n <= profile.max_requests]
     batch = draw(weighted(*few, (0, 1)))
     queries: list[int] = []
+    long = 0
     for index in range(batch):
-        room = max(max_query - sum(queries), 1)
-        if index == 0 and draw(chance(profile.long_query_share)):
+        budget = profile.beside_long if long else max_query
+        room = max(budget - sum(queries[long:]), 1)
+        share = (profile.long_query_share, profile.second_long_share)[index] if index == long < 2 else 0
+        if share and draw(chance(share)):
             queries.append(draw(st.sampled_from(profile.long_queries)))
+            long += 1
         elif draw(chance(45)):
             queries.append(min(draw(st.sampled_from(_QUERY_EDGES)), room))
         else:
@@ -186,9 +189,7 @@ def _chunks(draw: DrawFn, profile: Profile, contexts: Sequence[int], block_size:
     """A chunk plan by how the budget relates to the contexts."""
     total = sum(contexts)
     alignment = draw(weighted((block_size, 3), (16, 2), (1, 1), (32, 1), (4, 2)))
-    kind = draw(
-        weighted(("ample", 3), ("halves", 5), ("equal", 2), ("one_over", 3), ("longest", 2), ("many", 4))
-    )
+    kind = draw(weighted(("ample", 3), ("halves", 5), ("equal", 2), ("one_over", 3), ("longest", 2), ("many", 4)))
     least = -(-total // profile.max_chunks)
     budget = {
         "ample": 2 * total,
@@ -204,9 +205,7 @@ def _chunks(draw: DrawFn, profile: Profile, contexts: Sequence[int], block_size:
     longest_piece = draw(weighted((budget, 4), (-(-budget // 2), 1), (alignment, 1)))
     if total > longest_piece * 2 * profile.max_chunks:
         longest_piece = budget
-    return Chunks(
-        row_budget=budget, max_context_chunk=max(longest_piece, alignment), split_alignment=alignment
-    )
+    return Chunks(row_budget=budget, max_context_chunk=max(longest_piece, alignment), split_alignment=alignment)
 
 
 @st.composite
@@ -229,6 +228,8 @@ def _workspace(
     contexts: Sequence[int],
     longest_chunk: int,
     width: int,
+    *,
+    quantised: bool,
 ) -> tuple[int | None, Force | None]:
     """Mask workspace words and a forced path that lead to `path`."""
     batch, max_q = len(queries), max(queries, default=0)
@@ -240,8 +241,10 @@ def _workspace(
         words = draw(st.sampled_from((None, 0, call)))
         return words, None if natural_dense and draw(chance(70)) else "dense"
     if path == "mqa":
-        if natural_dense or call == 0 or draw(chance(40)):
+        if natural_dense or draw(chance(40)) or (call == 0 and not quantised):
             return draw(st.sampled_from((None, call, 0))), "mqa"
+        if quantised:
+            return draw(st.sampled_from((None, whole, call, 0))), None
         return draw(st.sampled_from((call - 1, 0, call // 2))), None
     if path == "remap":
         if natural_dense or call >= whole or draw(chance(30)):
@@ -285,11 +288,16 @@ def _data(draw: DrawFn) -> DataSpec:
 
 
 @st.composite
-def _paging(draw: DrawFn, profile: Profile, dims: Dims, block_size: int) -> Paging:
-    dtype: CacheDType = "auto"
-    if draw(chance(profile.fp8_share)):
-        packed = dims.kv_lora_rank == 512 and dims.rope == 64
-        dtype = draw(st.sampled_from(("fp8_e4m3", "fp8_ds_mla"))) if packed else "fp8_e4m3"
+def _cache_dtype(draw: DrawFn, profile: Profile, path: Path, dims: Dims) -> CacheDType:
+    """The masked paths take an unquantised cache only."""
+    if path not in ("dense", "mqa") or not draw(chance(profile.fp8_share)):
+        return "auto"
+    packed = dims.kv_lora_rank == 512 and dims.rope == 64
+    return draw(weighted(("fp8_e4m3", 1), ("fp8_ds_mla", 2))) if packed else "fp8_e4m3"
+
+
+@st.composite
+def _paging(draw: DrawFn, dtype: CacheDType, block_size: int) -> Paging:
     scale = draw(weighted((1.0, 1), (0.25, 1), (0.037, 2))) if dtype == "fp8_e4m3" else 1.0
     return Paging(
         block_size=block_size,

@@ -93,9 +93,7 @@ class Inputs:
         if bool(intact.all()):
             return None
         row, column = (int(i) for i in (~intact).nonzero()[0])
-        return (
-            f"output buffer row {row - first} column {column} (of {problem.num_tokens} x {width}) was written"
-        )
+        return f"output buffer row {row - first} column {column} (of {problem.num_tokens} x {width}) was written"
 
 
 def build_inputs(
@@ -219,14 +217,11 @@ def _replace(inputs: Inputs, values: Mapping[str, torch.Tensor]) -> None:
     targets = logical_tensors(inputs)
     for name, value in values.items():
         if name not in targets or name == "block_table":
-            raise ProblemError(
-                f"values: {name!r} is unknown, must be one of {sorted(set(targets) - {'block_table'})}"
-            )
+            raise ProblemError(f"values: {name!r} is unknown, must be one of {sorted(set(targets) - {'block_table'})}")
         target = targets[name]
         if value.shape != target.shape or value.dtype != target.dtype:
             raise ProblemError(
-                f"values[{name!r}] is {value.dtype} {tuple(value.shape)}, must be "
-                f"{target.dtype} {tuple(target.shape)}"
+                f"values[{name!r}] is {value.dtype} {tuple(value.shape)}, must be {target.dtype} {tuple(target.shape)}"
             )
         if name == "context":
             _store_rows(inputs, inputs.slots, value)

@@ -68,9 +68,7 @@ def read_trace(name: str) -> list[Arrival]:
     # seven digits of a second: one more than datetime reads
     times = [datetime.fromisoformat(r["TIMESTAMP"][:26]) for r in rows]
     return [
-        Arrival(
-            (time - times[0]).total_seconds() * 1e3, int(r["ContextTokens"]), 0, int(r["GeneratedTokens"])
-        )
+        Arrival((time - times[0]).total_seconds() * 1e3, int(r["ContextTokens"]), 0, int(r["GeneratedTokens"]))
         for time, r in zip(times, rows, strict=True)
     ]
 

@@ -1,0 +1,127 @@
+"""Which features can hold at once: the denominator of a table of feature pairs.
+
+A feature says something about a few facts of the problem (how many requests, how many chunks, which path,
+...). Two features exclude each other if they leave no common value of one fact. Pairs that only a combination
+of three facts excludes are counted as possible.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from harness.problems.features import FEATURES, single_valued
+from harness.problems.names import TOPK_KINDS
+
+Facts = dict[str, frozenset[str]]
+
+
+def _values(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SOME_REQUEST: Facts = {"requests": _values("1 2 3..4 5..")}
+_TWO_REQUESTS: Facts = {"requests": _values("2 3..4 5..")}
+_CONTEXT: Facts = {
+    "requests": _values("1 2 3..4 5.."),
+    "chunks": _values("1 2 3..5 6.."),
+    "path": _values("dense global_mask remap mqa refused"),
+}
+_TWO_CHUNKS: Facts = _CONTEXT | {"chunks": _values("2 3..5 6..")}
+_NO_MASK: Facts = {"path": _values("dense mqa refused")}
+
+_FACTS: dict[str, Facts] = {
+    "chunks:0": {"path": _values("dense no_context mqa refused")},
+    **{f"chunks:{n}": {"path": _CONTEXT["path"], **_SOME_REQUEST} for n in ("1", "2", "3..5", "6..")},
+    "path:no_context": {"chunks": _values("0")} | _SOME_REQUEST,
+    "path:global_mask": _CONTEXT,
+    "path:remap": _CONTEXT,
+    "force:dense": {"path": _values("dense")},
+    "force:mqa": {"path": _values("mqa")},
+    "force:masked": {"path": _values("no_context global_mask remap refused")},
+    "force:masked_remap": {"path": _values("no_context remap refused")},
+    "cache:fp8_e4m3": _NO_MASK,
+    "cache:fp8_ds_mla": _NO_MASK | {"dims": _values("published"), "rope": _values("some"), "odd": _values("no")},
+    "dims:published": {"odd": _values("no")},
+    "batch:long_beside_short": _TWO_REQUESTS,
+    "batch:with_and_without_context": _CONTEXT | _TWO_REQUESTS | {"covered": _values("some")},
+    "batch:twins": _TWO_REQUESTS,
+    "batch:empty_request_beside_others": _TWO_REQUESTS,
+    "batch:sequence_of_one": _SOME_REQUEST,
+    "batch:tokens==heads": _SOME_REQUEST,
+    "chunk:continuation": _TWO_CHUNKS | {"covered": _values("some")},
+    "chunk:three_parts_of_one_request": _CONTEXT | {"chunks": _values("3..5 6.."), "covered": _values("some")},
+    "chunk:ends_in_different_chunks": _TWO_CHUNKS | _TWO_REQUESTS | {"covered": _values("some")},
+    "chunk:covers_all_requests": _CONTEXT | {"chunks": _values("1"), "covered": _values("all")},
+    "chunk:request_skipped": _CONTEXT | _TWO_REQUESTS | {"covered": _values("some")},
+    "chunk:rows==budget": _CONTEXT,
+    "chunk:context==budget+1": _TWO_CHUNKS | {"covered": _values("some")},
+    "chunk:start_inside_word": _TWO_CHUNKS | {"covered": _values("some")},
+    "chunk:one_row": _CONTEXT,
+    "context_len:0": _SOME_REQUEST | {"covered": _values("some")},
+    **{
+        feature: _CONTEXT
+        for feature in FEATURES
+        if feature.startswith("context_len:") and feature not in ("context_len:0", "context_len:below_block")
+    },
+    "context_len:below_block": _CONTEXT | {"block_size": _values("2..15 16 17..63 64..")},
+    **{feature: _SOME_REQUEST for feature in FEATURES if feature.startswith("query_len:")},
+    "workspace:default": {"words": _values("default")},
+    "workspace:call_one_word_short": _NO_MASK | {"words": _values("call-1")} | _SOME_REQUEST,
+    "workspace:global_one_word_short": {
+        "words": _values("whole-1"),
+        "path": _values("dense no_context remap mqa refused"),
+        **_SOME_REQUEST,
+    },
+    "workspace:call_fits_exactly": {"words": _values("call default")},
+    "workspace:global_fits_exactly": {"words": _values("call whole default")},
+    "workspace:none": {"words": _values("call")},
+    "mask:last_word_full": {"last_word": _values("32"), **_SOME_REQUEST},
+    "mask:last_word_one_key": {"last_word": _values("1"), **_SOME_REQUEST},
+    "mask:last_word_31_keys": {"last_word": _values("31"), **_SOME_REQUEST},
+    "mask:rows==padded_rows": _SOME_REQUEST,
+    "paging:shared_prefix": _CONTEXT | _TWO_REQUESTS,
+    "paging:scale!=1": _NO_MASK | {"cache": _values("fp8_e4m3")},
+    "paging:partial_last_block": _CONTEXT | {"block_size": _values("2..15 16 17..63 64..")},
+    **{f"topk:{kind}": _SOME_REQUEST | {"rows": _values("drawn")} for kind in TOPK_KINDS},
+    "topk_rows:explicit": {"rows": _values("explicit")},
+    "topk_rows:any_negative": {"rows": _values("drawn")},
+    "topk_rows:one_slot": {"width": _values("1")},
+    "topk_rows:narrow": {"width": _values("narrow")},
+    "topk_rows:wide": {"width": _values("wide")},
+    "topk_rows:wider_than_a_sequence": {
+        "path": _values("no_context global_mask remap mqa refused"),
+        "width": _values("narrow wide"),
+        **_SOME_REQUEST,
+    },
+    **{f"topk_order:{order}": {"rows": _values("drawn")} for order in ("ascending", "descending")},
+    **{f"topk_holes:{holes}": {"rows": _values("drawn")} for holes in ("front", "middle", "spread")},
+    "model:no_rope": {"rope": _values("none")},
+    "model:odd_dims": {"odd": _values("yes"), "dims": _values("small")},
+}
+
+
+@lru_cache(maxsize=1024)
+def _facts(feature: str) -> Facts:
+    facts = dict(_FACTS.get(feature, {}))
+    if single_valued(feature):
+        group, _, value = feature.partition(":")
+        facts[group] = frozenset({value})
+    return facts
+
+
+def can_coincide(first: str, second: str) -> bool:
+    """False if no problem has both features."""
+    if first == second:
+        return True
+    one, other = _facts(first), _facts(second)
+    return all(one[fact] & other[fact] for fact in one.keys() & other.keys())
+
+
+def possible_pairs() -> list[tuple[str, str]]:
+    """Every pair of different features (in the order of `FEATURES`) that one problem may have."""
+    return [
+        (first, second)
+        for index, first in enumerate(FEATURES)
+        for second in FEATURES[index + 1 :]
+        if can_coincide(first, second)
+    ]
