@@ -22,8 +22,10 @@ PLAIN_WIDTH = 110
 
 def console(*, stderr: bool) -> Console:
     """A console that does not fold at 80 columns into a pipe."""
-    plain = Console(stderr=stderr, highlight=False)
-    return plain if plain.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
+    plain = Console(stderr=stderr, highlight=False, markup=False)
+    if plain.is_terminal:
+        return plain
+    return Console(stderr=stderr, highlight=False, markup=False, width=PLAIN_WIDTH)
 
 
 class Display(Observer):
@@ -56,14 +58,14 @@ class Display(Observer):
     def found(self, finding: Finding) -> None:
         """One line at once; the details come at the end."""
         record = finding.record
-        self._console.print(f"finding {finding.id}: {headline(record)}", style="red", markup=False)
+        self._console.print(f"finding {finding.id}: {headline(record)}", style="red", soft_wrap=True)
 
     def shrunk(self, finding: Finding, tries: int) -> None:
         """What shrinking came to."""
         problem = finding.problem
         size = f"{len(problem.requests)} requests, {problem.num_tokens} query tokens, "
         size += f"{sum(problem.seq_lens)} keys"
-        self._console.print(f"shrunk {finding.id} in {tries} tries: {size}", markup=False)
+        self._console.print(f"shrunk {finding.id} in {tries} tries: {size}")
 
     def tick(self, book: Book) -> None:
         """Show the counts."""
@@ -71,7 +73,7 @@ class Display(Observer):
             self._live.update(Text(progress_line(book)))
         elif time.monotonic() > self._plain_next:
             self._plain_next += PLAIN_INTERVAL_S
-            self._console.print(progress_line(book), markup=False)
+            self._console.print(progress_line(book))
 
 
 def progress_line(book: Book) -> str:
@@ -81,9 +83,7 @@ def progress_line(book: Book) -> str:
         rate = book.cases / max(book.search_seconds, 1e-9)
         power = ", ".join(f"{name} {total / n:.2f}" for name, (total, n) in sorted(book.power.items()))
         paths = " ".join(f"{name} {n}" for name, n in book.paths.most_common())
-        shrinking = (
-            f" | shrinking, {len(book.to_shrink)} to go" if book.search_ended and book.store.findings else ""
-        )
+        shrinking = f" | shrinking, {len(book.to_shrink)} to go" if book.search_ended and book.store.findings else ""
         return (
             f"{book.cases}{of} cases, {rate:.1f}/s | worst err/tol: out {book.worst_out:.2f}, "
             f"LSE {book.worst_lse:.2f} | findings {len(book.store.findings)} | {paths}"

@@ -80,8 +80,8 @@ def _device(diagnosis: Diagnosis) -> None:
     facts = diagnosis.facts
     try:
         import torch
-        from optimized.attention.fa4 import fa4_available
 
+        from optimized.attention.fa4 import fa4_available
         from optimized.rounding import INTERPRETED
     except ImportError as error:
         diagnosis.problems.append(f"cannot import what a run needs: {error}")

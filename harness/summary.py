@@ -44,12 +44,12 @@ def print_summary(
     for finding in findings:
         _print_finding(out, finding)
     for trace in outcome.book.broken:
-        out.print(f"the harness failed:\n{trace}", style="red", markup=False)
+        out.print(f"the harness failed:\n{trace}", style="red")
     errors = frame.loc[frame["stage"] == HARNESS_STAGE, "message"].drop_duplicates()
     for message in errors.head(MAX_HARNESS_ERRORS_SHOWN):
-        out.print(f"the harness failed on a case: {message}", style="red", markup=False)
+        out.print(f"the harness failed on a case: {message}", style="red")
     for line in _verdict(tables.summary(frame), meta, outcome):
-        out.print(line, markup=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
 
 
 def _verdict(numbers: dict[str, Any], meta: RunMeta, outcome: Outcome) -> list[str]:
@@ -70,16 +70,17 @@ def _verdict(numbers: dict[str, Any], meta: RunMeta, outcome: Outcome) -> list[s
 def _print_finding(out: Console, finding: Finding) -> None:
     """Stage, message, terms, and the replay line on a line of its own."""
     record = finding.record
-    verdict = f"[bold red]{record.status.value}[/] at stage [bold]{record.stage or 'case'}[/]"
-    out.print(f"{verdict}, met {finding.count} times: {finding.id}")
-    out.print(f"  {headline(record)}", markup=False)
+    verdict = f"{record.status.value} at stage {record.stage or 'case'}, met {finding.count} times: {finding.id}"
+    out.print(verdict, style="bold red")
+    out.print(f"  {headline(record)}", soft_wrap=True)
     for check in [check for check in record.checks if check.status.is_finding][:MAX_CHECKS_SHOWN]:
-        margin = "" if check.margin is None else f", err/tol {check.margin:.3g}"
-        line = f"  {check.check}: {place_text(check.place)}{margin}; {check.message}"
-        out.print(line, markup=False)
+        margin = "" if check.margin is None else f"err/tol {check.margin:.3g}"
+        message = "" if check.message in headline(record) else check.message
+        parts = [part for part in (place_text(check.place), margin, message) if part]
+        out.print(f"  {check.check}: {'; '.join(parts) or check.status.value}", soft_wrap=True)
         if check.terms:
-            out.print(f"    the tolerance there: {terms_text(check.terms)}", markup=False)
-    out.print(f"  {finding.replay_line}\n", markup=False, soft_wrap=True)
+            out.print(f"    the tolerance there: {terms_text(check.terms)}")
+    out.print(f"  {finding.replay_line}\n", soft_wrap=True)
 
 
 def _print(out: Console, title: str, frame: pd.DataFrame) -> None:
@@ -91,7 +92,7 @@ def _print(out: Console, title: str, frame: pd.DataFrame) -> None:
         table.add_column(str(name).replace("_", " "), justify="right" if number else "left")
     for row in frame.itertuples(index=False):
         table.add_row(*(_cell(str(name), value) for name, value in zip(frame.columns, row, strict=True)))
-    out.print(title, style="bold", markup=False)
+    out.print(title, style="bold")
     out.print(table)
     out.print()
 

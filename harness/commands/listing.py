@@ -8,9 +8,7 @@ from typing import Any
 
 import click
 
-JSON_OPTION = click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object on the last line of stdout."
-)
+JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of stdout.")
 
 
 @click.group(name="list")
@@ -34,9 +32,7 @@ def stages(as_json: bool) -> None:
     """The stages that are judged, in the order of the pipeline."""
     from harness.checks.stages import STAGES
 
-    _show(
-        "stages", ["name", "what"], [{"name": name, "what": what} for name, what in STAGES.items()], as_json
-    )
+    _show("stages", ["name", "what"], [{"name": name, "what": what} for name, what in STAGES.items()], as_json)
 
 
 @list_group.command()
@@ -59,9 +55,7 @@ def findings(runs: Path, as_json: bool) -> None:
     rows = []
     for case in sorted(runs.glob("*/findings/*/case.json")):
         folder = case.parent
-        rows.append(
-            {"id": folder.name, **read_state(folder), "run": folder.parent.parent.name, "case": str(case)}
-        )
+        rows.append({"id": folder.name, **read_state(folder), "run": folder.parent.parent.name, "case": str(case)})
     _show("findings", ["id", "state", "count", "run"], rows, as_json)
 
 
@@ -75,4 +69,4 @@ def _show(title: str, columns: list[str], rows: list[dict[str, Any]], as_json: b
     table = Table(*columns, title=f"{len(rows)} {title}", box=None, title_justify="left")
     for row in rows:
         table.add_row(*(str(row[column]) for column in columns))
-    Console(soft_wrap=True).print(table)
+    Console(soft_wrap=True, markup=False, highlight=False).print(table)

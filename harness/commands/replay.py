@@ -14,9 +14,7 @@ from harness.commands.common import SECONDS, Refusal
 @click.command()
 @click.argument("what", metavar="FILE|DIR|ID")
 @click.option("--subject", help="Another subject than the stored one.")
-@click.option(
-    "--timeout", type=SECONDS, default=300.0, show_default=True, metavar="S"
-)
+@click.option("--timeout", type=SECONDS, default=300.0, show_default=True, metavar="S")
 @click.option("--json", "as_json", is_flag=True, help="Result as one JSON object on the last line of stdout.")
 def replay(what: str, subject: str | None, timeout: float, as_json: bool) -> None:
     """Judge a stored case again, in a fresh process.

@@ -12,9 +12,7 @@ from harness.commands.common import Refusal
 
 @click.command()
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
-@click.option(
-    "--json", "as_json", is_flag=True, help="The counts as one JSON object on the last line of stdout."
-)
+@click.option("--json", "as_json", is_flag=True, help="The counts as one JSON object on the last line of stdout.")
 def report(run: Path, as_json: bool) -> None:
     """Write RUN/report.md again from the journal, also of a run that was killed, and print it."""
     from reports.markdown import run_markdown

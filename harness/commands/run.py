@@ -21,16 +21,12 @@ from harness.problems.profiles import ProfileName
 @click.option("--subject", default="ours[triton]", show_default=True, help="What is put under test.")
 @click.option("--profile", type=click.Choice(list(LIMITS)), default="quick", show_default=True)
 @click.option("--max-examples", type=click.IntRange(min=1), help="Cases in total; default: the profile's.")
-@click.option(
-    "--max-time", type=SECONDS, metavar="S", help="Seconds of search."
-)
+@click.option("--max-time", type=SECONDS, metavar="S", help="Seconds of search.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the search; default: a new one, printed.")
 @click.option("--jobs", type=click.IntRange(min=1, max=256), help="Workers; default: one a core, four a GPU.")
 @click.option("--out", type=click.Path(path_type=Path), help="Run folder; default: runs/TIME-ID here.")
 @click.option("--shrink/--no-shrink", default=True, help="Make findings smaller, 30 s each at most.")
-@click.option(
-    "--json", "as_json", is_flag=True, help="Summary as one JSON object on the last line of stdout."
-)
+@click.option("--json", "as_json", is_flag=True, help="Summary as one JSON object on the last line of stdout.")
 def run(
     subject: str,
     profile: ProfileName,

@@ -15,13 +15,9 @@ from harness.commands.common import SECONDS, Refusal
 
 @click.command()
 @click.argument("what", metavar="FILE|DIR|ID")
-@click.option(
-    "--max-time", type=SECONDS, default=60.0, show_default=True, metavar="S"
-)
+@click.option("--max-time", type=SECONDS, default=60.0, show_default=True, metavar="S")
 @click.option("--subject", help="Another subject than the stored one.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Where to write; default: NAME.small.json beside it."
-)
+@click.option("--out", type=click.Path(path_type=Path), help="Where to write; default: NAME.small.json beside it.")
 @click.option("--json", "as_json", is_flag=True, help="Result as one JSON object on the last line of stdout.")
 def shrink(what: str, max_time: float, subject: str | None, out: Path | None, as_json: bool) -> None:
     """Search for a smaller case that fails in the same way.
@@ -49,9 +45,7 @@ def shrink(what: str, max_time: float, subject: str | None, out: Path | None, as
         slot.prepare()
         best = slot.run(case.problem.to_json(), 300.0)
         if not best.status.is_finding:
-            click.echo(
-                json.dumps({"status": best.status.value}) if as_json else f"{path}: {best.status.value}"
-            )
+            click.echo(json.dumps({"status": best.status.value}) if as_json else f"{path}: {best.status.value}")
             return
         goal = fingerprint(best)
         smallest = {"record": best}

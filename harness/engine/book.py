@@ -95,9 +95,7 @@ class Book:
             self.worst_out = max(self.worst_out, record.margin_out or 0.0)
             self.worst_lse = max(self.worst_lse, record.margin_lse or 0.0)
             if record.status is not Status.PASS or worse:
-                record = record.model_copy(
-                    update={"problem": Problem.from_json(problem_json).model_dump(mode="json")}
-                )
+                record = record.model_copy(update={"problem": Problem.from_json(problem_json).model_dump(mode="json")})
             self.journal.append(record)
             if not record.status.is_finding:
                 return None

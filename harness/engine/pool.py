@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
@@ -23,9 +24,11 @@ from harness.engine.worker import SubjectRefused, WorkerSpec, bare_record, prepa
 from harness.problems.problem import Problem
 from reports.records import CaseRecord, Status
 
-PRELOAD = ("torch", "triton", "hypothesis", "harness.problems.strategies", "harness.problems.tensors")
+PRELOAD = ("harness.engine.preload",)
 CASES_PER_WORKER = 2000
 """A worker is replaced after so many cases, which bounds whatever leaks in it."""
+MAX_LOG_BYTES = 2**20
+"""Of what a worker prints, so much is kept."""
 START_TIMEOUT_S = 300.0
 """Loading a subject may import and compile much; longer than this is a failure to start."""
 
@@ -73,9 +76,7 @@ class Slot:
             SubjectRefused: unknown subject, or it cannot be loaded here.
         """
         try:
-            facts: dict[str, str] = self._pool.schedule(
-                prepare, args=(self.spec,), timeout=START_TIMEOUT_S
-            ).result()
+            facts: dict[str, str] = self._pool.schedule(prepare, args=(self.spec,), timeout=START_TIMEOUT_S).result()
             return facts
         except TimeoutError:
             raise SubjectRefused(f"{self.spec.subject}: not loaded after {START_TIMEOUT_S:.0f} s") from None
@@ -90,7 +91,7 @@ class Slot:
             Stopped: `stop` was called meanwhile.
         """
         limit = timeout_s or self.timeout_s
-        kills = oom_kills()
+        kills, logged = oom_kills(), self._log_size()
         for last_try in (False, True):
             try:
                 row = self._pool.schedule(run_case, args=(self.spec, problem_json), timeout=limit).result()
@@ -98,7 +99,7 @@ class Slot:
             except TimeoutError:
                 return self._bare(problem_json, Status.HANG, f"no answer in {limit:g} s", seconds=limit)
             except ProcessExpired as error:
-                return self._died(problem_json, error.exitcode, kills)
+                return self._died(problem_json, error.exitcode, kills, logged)
             except CancelledError:
                 raise Stopped from None
             except (BrokenProcessPool, RuntimeError):
@@ -109,13 +110,30 @@ class Slot:
                 self._pool.stop()
                 self._pool = self._new_pool()
                 if last_try:
-                    return self._died(problem_json, None, kills)
+                    return self._died(problem_json, None, kills, logged)
         raise AssertionError("unreachable")
 
-    def _died(self, problem_json: str, exitcode: int | None, kills: int) -> CaseRecord:
+    def _died(self, problem_json: str, exitcode: int | None, kills: int, logged: int) -> CaseRecord:
         if oom_kills() > kills:
             return self._bare(problem_json, Status.OOM, "the worker was killed for memory")
-        return self._bare(problem_json, Status.CRASH, f"the worker {_how_it_ended(exitcode)}")
+        message = f"the worker {_how_it_ended(exitcode)}{self._last_frame(logged)}"
+        return self._bare(problem_json, Status.CRASH, message)
+
+    def _log_size(self) -> int:
+        try:
+            return os.stat(self.spec.log).st_size if self.spec.log else 0
+        except OSError:
+            return 0
+
+    def _last_frame(self, logged: int) -> str:
+        """Where Python was when the process died, if Python's fault handler could still say so."""
+        if not self.spec.log or self._log_size() <= logged:
+            return ""
+        with open(self.spec.log, "rb") as log:
+            log.seek(logged)
+            text = log.read(MAX_LOG_BYTES).decode(errors="replace")
+        frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', text)
+        return f" in {Path(frame[1]).name}:{frame[2]} {frame[3]}" if frame else ""
 
     def _bare(self, problem_json: str, status: Status, message: str, seconds: float = 0.0) -> CaseRecord:
         problem = Problem.from_json(problem_json)

@@ -24,7 +24,7 @@ from pathlib import Path
 from harness.engine.book import Book, RunConfig
 from harness.engine.driver import Broken, Case, Finished, Search, Shrink, drive
 from harness.engine.journal import Journal
-from harness.engine.pool import Slot, Stopped, fork_context, gpu_count
+from harness.engine.pool import MAX_LOG_BYTES, Slot, Stopped, fork_context, gpu_count
 from harness.engine.worker import SubjectRefused, WorkerSpec
 from harness.findings.store import Finding, FindingStore, fingerprint
 from harness.problems.features import FEATURES
@@ -103,6 +103,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
                 scratch=scratch,
                 gpu=index % gpus if gpus > 1 else None,
                 threads=max(1, (os.cpu_count() or 1) // config.jobs) if gpus else 1,
+                log=str(Path(scratch) / f"worker-{index}.log"),
                 checker=config.checker,
                 resolver=config.resolver,
             ),
@@ -138,7 +139,16 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
     finally:
         for slot in slots:
             slot.stop()
+        if (config.out / "run.json").exists():
+            _keep_logs(Path(scratch), config.out / "workers.log")
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _keep_logs(scratch: Path, target: Path) -> None:
+    """What the workers printed, each one's last part, in one file of the run; none if they were silent."""
+    texts = [path.read_bytes()[-MAX_LOG_BYTES:] for path in sorted(scratch.glob("worker-*.log"))]
+    if any(texts):
+        target.write_bytes(b"\n".join(text for text in texts if text))
 
 
 @dataclass
@@ -153,9 +163,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         self._pipe, theirs = self.context.Pipe()
-        self._process = self.context.Process(
-            target=drive, args=(theirs,), name=f"shard-{self.index}", daemon=True
-        )
+        self._process = self.context.Process(target=drive, args=(theirs,), name=f"shard-{self.index}", daemon=True)
         self._process.start()
         theirs.close()
         self.thread = threading.Thread(target=self._serve, name=f"shard-{self.index}", daemon=True)

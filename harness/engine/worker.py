@@ -6,6 +6,7 @@ it), so a crash, a hang or a poisoned CUDA context costs one worker and never th
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import platform
 import sys
@@ -35,6 +36,8 @@ class WorkerSpec:
     gpu: int | None = None
     """Index of the GPU this worker uses, in the order of CUDA_VISIBLE_DEVICES; None: the default one."""
     threads: int = 1
+    log: str | None = None
+    """File that takes what the worker prints, and its stack when it dies; None: the terminal."""
     checker: str = "harness.checks.case:check_case"
     """`module:function` of the judge: (Problem, subject name) -> CaseRecord."""
     resolver: str = "harness.subjects.registry:resolve"
@@ -57,6 +60,12 @@ def _load(spec: WorkerSpec) -> Callable[[Problem, str], CaseRecord]:
     if spec in _loaded:
         return _loaded[spec]
     tempfile.tempdir = spec.scratch
+    if spec.log is not None:
+        log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+    faulthandler.enable(file=2)
     if spec.gpu is not None:
         visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[spec.gpu] if visible else str(spec.gpu)
@@ -123,13 +132,10 @@ def run_case(spec: WorkerSpec, problem_json: str) -> dict[str, Any]:
         if _is_device_oom(error):
             record = bare_record(problem, spec.subject, Status.OOM, one_line(str(error)))
         else:
+            traceback.print_exc()
             where = traceback.extract_tb(error.__traceback__)[-1]
-            message = (
-                f"{type(error).__name__}: {error} (at {os.path.basename(where.filename)}:{where.lineno})"
-            )
-            record = bare_record(
-                problem, spec.subject, Status.NOT_RUN, one_line(message), stage=HARNESS_STAGE
-            )
+            message = f"{type(error).__name__}: {error} (at {os.path.basename(where.filename)}:{where.lineno})"
+            record = bare_record(problem, spec.subject, Status.NOT_RUN, one_line(message), stage=HARNESS_STAGE)
     if not record.seconds:
         record.seconds = time.perf_counter() - start
     return record.model_dump(mode="json")

@@ -73,16 +73,15 @@ class Replay:
         lines = [
             f"case     {path}",
             f"subject  {record.subject}",
-            f"verdict  {record.status.value} at {record.stage or 'case'}"
-            f" ({_compared(self.same_verdict, before)})",
-            f"tensors  {record.tensor_hash or 'not built'}"
-            f" ({_compared(self.same_tensors, self.case.tensor_hash)})",
+            f"verdict  {record.status.value} at {record.stage or 'case'} ({_compared(self.same_verdict, before)})",
+            f"tensors  {record.tensor_hash or 'not built'} ({_compared(self.same_tensors, self.case.tensor_hash)})",
             f"margins  out {_number(record.margin_out)}, LSE {_number(record.margin_lse)}  (err/tol)",
             f"message  {headline(record)}",
         ]
         for check in record.checks:
             if check.status.is_finding:
-                lines.append(f"  {check.check}: {check.status.value}; {place_text(check.place)}; {check.message}")
+                parts = (check.status.value, place_text(check.place), check.message)
+                lines.append(f"  {check.check}: {'; '.join(part for part in parts if part)}")
                 if check.terms:
                     lines.append(f"    tolerance: {terms_text(check.terms)}")
         return lines

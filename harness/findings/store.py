@@ -162,11 +162,7 @@ def read_state(folder: Path) -> dict[str, str | int]:
         stored = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return state
-    if (
-        isinstance(stored, dict)
-        and stored.get("state") in ("open", "fixed")
-        and isinstance(stored.get("count"), int)
-    ):
+    if isinstance(stored, dict) and stored.get("state") in ("open", "fixed") and isinstance(stored.get("count"), int):
         state = {"state": stored["state"], "count": stored["count"]}
     return state
 
@@ -192,9 +188,7 @@ def locate(what: str, runs: Path) -> Path:
         found = sorted(runs.glob(f"*/findings/{what}*/case.json"), key=lambda file: file.stat().st_mtime)
         if found:
             return found[-1].resolve()
-    raise CaseFileError(
-        f"{what}: no such case file, finding folder or finding id (looked in {runs.resolve()})"
-    )
+    raise CaseFileError(f"{what}: no such case file, finding folder or finding id (looked in {runs.resolve()})")
 
 
 def load_case(path: Path) -> CaseFile:

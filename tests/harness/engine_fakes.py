@@ -100,3 +100,14 @@ def crash_when_long(case: Problem, subject: str) -> CaseRecord:
     if case.max_query_len >= 20:
         os.kill(os.getpid(), signal.SIGKILL)
     return good(case, subject)
+
+
+def slow(case: Problem, subject: str) -> CaseRecord:
+    """Takes its time."""
+    time.sleep(0.05)
+    return good(case, subject)
+
+
+def buggy(case: Problem, subject: str) -> CaseRecord:
+    """A judge with a bug."""
+    raise KeyError("a bug of the judge")
