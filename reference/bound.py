@@ -196,18 +196,14 @@ def attend_bound(
     segments: Sequence[tuple[int, int]] | None = None,
 ) -> AttendBound:
     """The bound of `attend_reference` alone, same arguments."""
-    return attend_reference(
-        q=q, k=k, v=v, allowed=allowed, scale=scale, numerics=numerics, segments=segments
-    ).bound
+    return attend_reference(q=q, k=k, v=v, allowed=allowed, scale=scale, numerics=numerics, segments=segments).bound
 
 
 def _check_segments(segments: Sequence[tuple[int, int]], num_keys: int) -> None:
     covered = 0
     for start, length in sorted(segments):
         if start != covered:
-            raise ValueError(
-                f"segments are {list(segments)}, they must cover keys 0..{num_keys - 1} once each"
-            )
+            raise ValueError(f"segments are {list(segments)}, they must cover keys 0..{num_keys - 1} once each")
         covered += length
     if covered != num_keys:
         raise ValueError(f"segments are {list(segments)}, they must cover keys 0..{num_keys - 1} once each")

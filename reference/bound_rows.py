@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from reference import bound_terms as terms
+from reference.bound_terms import matmul
 from reference.numerics import U32, Numerics
 
 LAM = 8.41
@@ -87,7 +88,7 @@ class _Sums:
 
     def lse_terms(self) -> dict[str, Tensor]:
         return {
-            "scores": torch.minimum(self.score, 2 * self.score_squares.sqrt()) + self.score_bias,
+            "scores": torch.minimum(self.score, self.score_squares.sqrt()) + self.score_bias,
             "exp": self.exp,
             "row sum": self.row_sum_error(),
             "logarithm": self.logarithm,
@@ -97,18 +98,11 @@ class _Sums:
         return U32 * torch.minimum(self.row_sum, LAM * self.row_sum_squares.sqrt())
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`[H, n, x] @ [H or 1, x, y]` without copying a shared right-hand side for each head."""
-    if b.shape[0] == 1 and a.shape[0] > 1:
-        return (a.reshape(-1, a.shape[2]) @ b[0]).view(a.shape[0], a.shape[1], -1)
-    return a @ b
-
-
 def judge_rows(problem: Problem, rows: slice) -> RowResult:
     """The exact answer of these query rows and the terms of its bound."""
     allowed, q = problem.allowed[rows], problem.q[:, rows]
-    scores = problem.scale * matmul(q, problem.k.transpose(1, 2))
-    scores = scores.masked_fill(~allowed, -torch.inf)
+    product, squares, ends = terms.first_product(q, problem.k.transpose(1, 2))
+    scores = (problem.scale * product).masked_fill(~allowed, -torch.inf)
     top = scores.amax(dim=-1, keepdim=True)
     top = top.where(top != -torch.inf, 0.0)
     weights = torch.exp(scores - top)
@@ -116,7 +110,7 @@ def judge_rows(problem: Problem, rows: slice) -> RowResult:
     p = weights / total.where(total != 0, 1.0)
     lse = (top + torch.log(total)).squeeze(-1)
     out = matmul(p, problem.v)
-    keys = _key_errors(problem, rows, scores, p)
+    keys = _key_errors(problem, rows, scores, p, squares, ends)
     sums, merge_lse, merge_out, stores, calls = _walk_segments(problem, allowed, keys, lse, out)
 
     lse_terms = {**sums.lse_terms(), "merge": merge_lse}
@@ -136,18 +130,18 @@ def judge_rows(problem: Problem, rows: slice) -> RowResult:
     )
 
 
-def _key_errors(problem: Problem, rows: slice, scores: Tensor, p: Tensor) -> _Keys:
-    q, allowed, numerics = problem.q[:, rows], problem.allowed[rows], problem.numerics
-    dim = q.shape[-1]
-    size = abs(problem.scale) * matmul(q.abs(), problem.k.abs().transpose(1, 2))
-    s = scores.where(allowed, 0.0)
+def _key_errors(problem: Problem, rows: slice, scores: Tensor, p: Tensor, squares: Tensor, ends: Tensor) -> _Keys:
+    allowed, numerics, size = problem.allowed[rows], problem.numerics, abs(problem.scale) * U32
     in_cell = terms.count_in_cell(scores, allowed, numerics.cell).double()
+    bias = 4 * U32 * scores.abs()
+    if numerics.tensor_cores:
+        bias = bias + 3.5 * size * ends
     return _Keys(
         scores=scores,
         p=p,
         in_cell=in_cell,
-        ds_random=LAM * dim**0.5 * U32 * size,
-        ds_bias=(4 + terms.score_bias(dim, numerics)) * U32 * s.abs(),
+        ds_random=LAM * size * squares.sqrt(),
+        ds_bias=bias.where(allowed, 0.0),
         ds_input=_input_errors(problem, rows, in_cell),
     )
 
@@ -170,9 +164,9 @@ def _input_errors(problem: Problem, rows: slice, in_cell: Tensor) -> Tensor | No
     return abs(problem.scale) * torch.stack(parts).sum(dim=0).masked_fill(~problem.allowed[rows], 0.0)
 
 
-def _grown(first_order: Tensor, ds: Tensor) -> Tensor:
+def _grown(first_order: Tensor, ds: Tensor, *, keepdim: bool = False) -> Tensor:
     """The full effect of score errors that are not small: `exp(x) - 1 <= x exp(x)`, in weights and sum."""
-    return first_order * torch.exp(2 * ds.amax(dim=-1))
+    return first_order * torch.exp(2 * ds.amax(dim=-1, keepdim=keepdim))
 
 
 def _walk_segments(
@@ -211,9 +205,7 @@ def _walk_segments(
     return total, merge_lse, merge_out, stores, calls
 
 
-def _one_call(
-    problem: Problem, allowed: Tensor, keys: _Keys, part: slice, lse: Tensor, mass: Tensor
-) -> _Sums:
+def _one_call(problem: Problem, allowed: Tensor, keys: _Keys, part: slice, lse: Tensor, mass: Tensor) -> _Sums:
     """The LSE terms of one attention call, weighted by its mass `[H, n]`."""
     numerics, allowed = problem.numerics, allowed[:, part]
     p, scores, in_cell = keys.p[..., part], keys.scores[..., part], keys.in_cell[..., part]
@@ -236,9 +228,7 @@ def _one_call(
     )
 
 
-def _output_terms(
-    problem: Problem, allowed: Tensor, keys: _Keys, out: Tensor, sums: _Sums
-) -> dict[str, Tensor]:
+def _output_terms(problem: Problem, allowed: Tensor, keys: _Keys, out: Tensor, sums: _Sums) -> dict[str, Tensor]:
     """Terms of the output that do not depend on the segments."""
     u16, p, v_size = problem.numerics.u16, keys.p, problem.v.abs()
     size = matmul(p, v_size)  # sum p |v|
@@ -249,7 +239,7 @@ def _output_terms(
         weighted = p * ds
         return matmul(weighted, v_size) + out.abs() * weighted.sum(dim=-1, keepdim=True)
 
-    selected, blocks = terms.product_steps(allowed)
+    selected, blocks = terms.product_steps(allowed, problem.numerics.row_sum, problem.slots)
     steps = (selected / 4 + 1.5 * blocks + 32)[:, None]
     result = {
         "P rounding": rounding,
@@ -259,7 +249,7 @@ def _output_terms(
     }
     error = problem.error
     if keys.ds_input is not None:
-        result["rounded inputs"] = _grown(of_scores(keys.ds_input), keys.ds_input[..., None])
+        result["rounded inputs"] = _grown(of_scores(keys.ds_input), keys.ds_input, keepdim=True)
     values = rounding if error.values_rounded else torch.zeros_like(rounding)
     if error.value_error is not None:
         values = values + matmul(p, error.value_error.transpose(0, 1))

@@ -170,9 +170,7 @@ def prefill_reference(
         if path == "mqa":
             w_uk, w_uv = split_weight(w_kv_b, num_heads, nope, v_head_dim)
             slots = topk_rows.shape[1]
-            results.append(
-                _absorbed(q[rows], latents, v, w_uk, w_uv, allowed, scale, numerics, slots, keep_terms)
-            )
+            results.append(_absorbed(q[rows], latents, v, w_uk, w_uv, allowed, scale, numerics, slots, keep_terms))
             continue
         error = None if exact_projection else _projection_error(latents, w_kv_b, k, v, nope)
         results.append(
@@ -193,12 +191,10 @@ def prefill_reference(
 
 def _projection_error(latents: Tensor, w_kv_b: Tensor, k: Tensor, v: Tensor, nope: int) -> InputError:
     lora = w_kv_b.shape[0]
-    error = gemm_error(latents[:, :lora], w_kv_b).view(len(latents), k.shape[1], -1)
+    error = gemm_error(latents[:, :lora], w_kv_b).view(len(latents), k.shape[1], nope + v.shape[2])
     key_error = torch.zeros_like(k)
     key_error[..., :nope] = error[..., :nope]
-    return InputError(
-        rounded_dims=nope, key_error=key_error, values_rounded=True, value_error=error[..., nope:]
-    )
+    return InputError(rounded_dims=nope, key_error=key_error, values_rounded=True, value_error=error[..., nope:])
 
 
 def _absorbed(
@@ -243,9 +239,7 @@ def _absorbed(
     )
 
 
-def _joined(
-    results: Sequence[AttendReference], q: Tensor, num_heads: int, v_head_dim: int
-) -> AttendReference:
+def _joined(results: Sequence[AttendReference], q: Tensor, num_heads: int, v_head_dim: int) -> AttendReference:
     """Requests one after the other, along the tokens."""
     if not results:
         out = q.new_zeros(0, num_heads, v_head_dim, dtype=torch.float64)
@@ -256,9 +250,7 @@ def _joined(
     def gather(dicts: list[dict[str, Tensor]], like: list[Tensor], dim: int) -> dict[str, Tensor]:
         names = list(dict.fromkeys(name for d in dicts for name in d))
         return {
-            name: torch.cat(
-                [d.get(name, torch.zeros_like(x)) for d, x in zip(dicts, like, strict=True)], dim=dim
-            )
+            name: torch.cat([d.get(name, torch.zeros_like(x)) for d, x in zip(dicts, like, strict=True)], dim=dim)
             for name in names
         }
 

@@ -115,13 +115,39 @@ def rescaled_mass(scores: Tensor, p: Tensor, allowed: Tensor, row_sum: RowSum) -
     return (mass_before * (highest > before)).sum(dim=-1)
 
 
-def product_steps(allowed: Tensor) -> tuple[Tensor, Tensor]:
+def product_steps(allowed: Tensor, row_sum: RowSum, slots: int | None) -> tuple[Tensor, Tensor]:
     """Steps of the second product per row `[n]`: selected keys, and blocks of 16 keys that hold one."""
+    selected = allowed.sum(dim=-1).double()
+    if row_sum.running == "any":
+        return selected, selected if slots is None else selected.clamp(max=-(-slots // 16))
     n, keys = allowed.shape
     blocks = F.pad(allowed, (0, -keys % 16)).view(n, -1, 16).any(dim=-1)
-    return allowed.sum(dim=-1).double(), blocks.sum(dim=-1).double()
+    return selected, blocks.sum(dim=-1).double()
 
 
-def score_bias(dim: int, numerics: Numerics) -> float:
-    """Systematic relative error of a score in units of u32, see `reference.bound` (tensor cores truncate)."""
-    return 2.0 * -(-dim // 16) if numerics.tensor_cores else 0.0
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`[H, n, x] @ [H or 1, x, y]` without copying a shared right-hand side for each head."""
+    if b.shape[0] == 1 and a.shape[0] > 1:
+        return (a.reshape(-1, a.shape[2]) @ b[0]).view(a.shape[0], a.shape[1], -1)
+    return a @ b
+
+
+def first_product(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`q . k` of q `[H, n, D]`, k `[H or 1, D, K]`, and what its float32 accumulation is made of, each `[H, n, K]`.
+
+    Returns the product, `sum_i s_i^2` over the partial sums of all D additions, and `sum_b max |s|` over the ends
+    of blocks of 16 dims. Partial sums inside a block lie within `(|s_before| + |s_after| + sum |q_d k_d|) / 2`.
+    """
+    total = torch.zeros(q.shape[0], q.shape[1], k.shape[2], dtype=q.dtype, device=q.device)
+    squares, ends = torch.zeros_like(total), torch.zeros_like(total)
+    before = torch.zeros_like(total)
+    q_size, k_size = q.abs(), k.abs()
+    for first in range(0, q.shape[2], 16):
+        dims = slice(first, first + 16)
+        total += matmul(q[..., dims], k[:, dims])
+        after = total.abs()
+        reach = matmul(q_size[..., dims], k_size[:, dims]).add_(before).add_(after)
+        squares.addcmul_(reach, reach, value=min(16, q.shape[2] - first) / 4)
+        ends += torch.maximum(before, after, out=before)
+        before = after
+    return total, squares, ends

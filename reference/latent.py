@@ -19,13 +19,14 @@ def read_cache_rows(
     kv_cache_dtype: str = "auto",
     scale: float = 1.0,
     rope: int,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Rows `start .. start+length-1` of one request, as a kernel must see them: `[length, lora + rope]`.
 
     cache:            `[num_blocks, block_size, width]`; raw bytes (uint8 or float8_e4m3fn) for the fp8 kinds
     block_table_row:  `[max_blocks]` integers; only the entries that these positions need are read
 
-    "auto" copies. "fp8_e4m3" is `bf16(float32(e4m3) * scale)`, one scale for the tensor. An entry of
+    "auto" copies. "fp8_e4m3" is `dtype(float32(e4m3) * scale)`, one scale for the tensor, `dtype` that of the activations. An entry of
     "fp8_ds_mla" is `lora` e4m3 values, one float32 scale for each 128 of them, and `rope` bf16 values
     (656 bytes for 512 + 64).
     Raises ValueError for an unknown kind, or a needed block id outside the cache.
@@ -41,7 +42,7 @@ def read_cache_rows(
     if kv_cache_dtype == "auto":
         return entries
     if kv_cache_dtype == "fp8_e4m3":
-        return (entries.view(torch.float8_e4m3fn).float() * torch.tensor(scale).float()).bfloat16()
+        return (entries.view(torch.float8_e4m3fn).float() * torch.tensor(scale).float()).to(dtype)
     return _unpack_ds_mla(entries.contiguous().view(torch.uint8), rope)
 
 
@@ -51,9 +52,7 @@ def _unpack_ds_mla(entries: Tensor, rope: int) -> Tensor:
     groups = (width - 2 * rope) // (_GROUP + 4)
     lora = groups * _GROUP
     if lora + 4 * groups + 2 * rope != width:
-        raise ValueError(
-            f"an fp8_ds_mla entry has {width} bytes, it must have 132 for each 128 latents + {2 * rope}"
-        )
+        raise ValueError(f"an fp8_ds_mla entry has {width} bytes, it must have 132 for each 128 latents + {2 * rope}")
     values = entries[:, :lora].contiguous().view(torch.float8_e4m3fn).float().view(n, groups, _GROUP)
     scales = entries[:, lora : lora + 4 * groups].contiguous().view(torch.float32).view(n, groups, 1)
     pe = entries[:, lora + 4 * groups :].contiguous().view(torch.bfloat16)
@@ -81,8 +80,9 @@ def request_latents(
     if cache is None or block_table_row is None:
         raise ValueError(f"cache and block_table are needed, context_len is {context_len}")
     context = read_cache_rows(
-        cache, block_table_row, 0, context_len, kv_cache_dtype=kv_cache_dtype, scale=kv_cache_scale, rope=rope
-    )
+        cache, block_table_row, 0, context_len, kv_cache_dtype=kv_cache_dtype, scale=kv_cache_scale, rope=rope,
+        dtype=kv_c_normed.dtype,
+    )  # fmt: skip
     return torch.cat([context.double(), new])
 
 
@@ -92,9 +92,7 @@ def split_weight(w_kv_b: Tensor, num_heads: int, nope: int, v_head_dim: int) -> 
     return w[..., :nope], w[..., nope:]
 
 
-def project(
-    latents: Tensor, w_kv_b: Tensor, num_heads: int, nope: int, v_head_dim: int
-) -> tuple[Tensor, Tensor]:
+def project(latents: Tensor, w_kv_b: Tensor, num_heads: int, nope: int, v_head_dim: int) -> tuple[Tensor, Tensor]:
     """Rows `[n, lora + rope]` -> K `[n, H, nope + rope]` and V `[n, H, v]`, float64, unrounded.
 
     `K_h(j) = [W_UK,h c_j | k_pe_j]`, `V_h(j) = W_UV,h c_j`.

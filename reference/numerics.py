@@ -92,12 +92,8 @@ TRITON = Numerics(row_sum=RowSum(running="tile"))
 TRITON_MQA = Numerics()
 """The sparse MQA kernel of this project: keys in the order of the top-k row."""
 
-FA4_SM90 = Numerics(
-    row_sum=RowSum(running="lane", tile_keys=144, lanes=4, lane_run=2, combine=3, last_tile_first=True)
-)
+FA4_SM90 = Numerics(row_sum=RowSum(running="lane", tile_keys=144, lanes=4, lane_run=2, combine=3, last_tile_first=True))
 """flash-attn-4 on Hopper: the four threads of a quad hold pairs of adjacent columns of a row."""
 
-FA4_SM100 = Numerics(
-    eps_exp=9e-5, row_sum=RowSum(running="first_lane", lanes=8, combine=4, last_tile_first=True)
-)
+FA4_SM100 = Numerics(eps_exp=9e-5, row_sum=RowSum(running="first_lane", lanes=8, combine=4, last_tile_first=True))
 """flash-attn-4 on Blackwell: one thread a row, four packed pairs of accumulators, polynomial exp2."""

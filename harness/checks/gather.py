@@ -33,7 +33,8 @@ def check_gather(
             kv_cache_dtype=kv_cache_dtype,
             scale=kv_cache_scale,
             rope=rope,
-        ).to(dtype)
+            dtype=dtype,
+        )
         for offset, (start, length) in enumerate(zip(starts, lens, strict=True))
     ]
     expected = torch.cat(parts)

@@ -136,7 +136,8 @@ class MqaWalk:
                 kv_cache_dtype=paging.kv_cache_dtype,
                 scale=paging.kv_cache_scale,
                 rope=facts.problem.dims.rope,
-            ).to(facts.inputs.q.dtype)
+                dtype=facts.inputs.q.dtype,
+            )
         rows = slice(facts.token_starts[request], facts.token_starts[request + 1])
         return torch.cat([facts.inputs.kv_c_normed[rows], facts.inputs.k_pe[rows, 0]], dim=1)
 

@@ -111,6 +111,8 @@ class Problem(Part):
                 f"paging.kv_cache_dtype fp8_ds_mla needs dims.kv_lora_rank=512 and dims.rope=64, "
                 f"got {self.dims.kv_lora_rank} and {self.dims.rope}"
             )
+        if paging.kv_cache_dtype == "fp8_ds_mla" and self.dtype != "bf16":
+            raise ValueError(f"paging.kv_cache_dtype fp8_ds_mla holds bf16 rope values, dtype is {self.dtype}")
         return self
 
     @model_validator(mode="after")
