@@ -1,8 +1,8 @@
 """How a mask mod finds a key's bit, apart from any hardware: one text for CuTe values and Python's own.
 
 A mask row is a sequence of 32-bit words; the segment's key n is bit `key_start + n` of the row, and bit i is
-bit `i & 31` of word `i >> 5`. `read(word)` gives a word of the row as an unsigned 32-bit value, and 0 for a word
-that is not data. Words need `>>`, `<<`, `|`, `&`, and must drop what a left shift moves past bit 31.
+bit `i & 31` of word `i >> 5`. `read(word)` gives a word of the row as an unsigned 32-bit value, and 0 for a
+word that is not data. Words need `>>`, `<<`, `|`, `&`, and must drop what a left shift moves past bit 31.
 """
 
 from collections.abc import Callable

@@ -81,9 +81,7 @@ def dense_mask_mod(batch: Any, head: Any, q_idx: Any, kv_idx: Any, seqlen_info: 
 
 
 @cute.jit
-def offset_dense_mask_mod(
-    batch: Any, head: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any
-) -> Any:
+def offset_dense_mask_mod(batch: Any, head: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
     """SM90: one key counted from the key start, a Boolean."""
     mask = aux_tensors[0]
     read = _reader(mask, batch[0], q_idx[0], _words(mask) - 1)
@@ -91,9 +89,7 @@ def offset_dense_mask_mod(
 
 
 @cute.jit
-def dense_mask_mod_packed(
-    batch: Any, head: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any
-) -> Any:
+def dense_mask_mod_packed(batch: Any, head: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
     """SM100: 128 keys from a multiple of 128 on, one 128-bit load. Right only in tiles of whole 128s."""
     mask = aux_tensors[0]
     load = kv_idx[0] // (_WORD_KEYS * _LOAD_WORDS)
@@ -135,7 +131,7 @@ def mask_mod_for(family: int, offset: bool) -> MaskMod:
 
 
 def _name_by_source() -> None:
-    """FA4 keys its compiled kernels by a mod's own source; ours call helpers, so all their source must count."""
+    """FA4 keys its compiled kernels by a mod's own source; ours call helpers, whose source must count too."""
     source = inspect.getsource(mask_bits) + inspect.getsource(sys.modules[__name__])
     for mod in (*_SCALAR.values(), *_PACKED.values()):
         mod.__cute_hash__ = hashlib.sha256(f"{mod.__name__}\n{source}".encode()).hexdigest()

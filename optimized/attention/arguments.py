@@ -104,9 +104,7 @@ def _check_mask(mask: Tensor, batch_size: int, max_seqlen_q: int, offset: bool, 
     require_tensor("mask", mask, (batch_size, None, None), torch.int32, device)
     require_unit_stride("mask", mask)
     if mask.shape[1] < max_seqlen_q:
-        raise ValueError(
-            f"mask has {mask.shape[1]} query rows, must have at least max_seqlen_q = {max_seqlen_q}"
-        )
+        raise ValueError(f"mask has {mask.shape[1]} query rows, must have at least max_seqlen_q = {max_seqlen_q}")
     if offset and batch_size > 0 and (mask.shape[1] == 0 or mask.shape[2] == 0):
         raise ValueError(f"mask has shape {tuple(mask.shape)}, must hold a key-start word in query row 0")
 

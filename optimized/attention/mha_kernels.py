@@ -1,7 +1,8 @@
 """The Triton kernels of `triton_masked_mha`: one that lists key tiles, one that attends.
 
-Both modes run the same text. Compiled, tiles are [rows, columns] and one program takes one head; interpreted,
-where an operation costs tens of microseconds whatever its size, tiles carry a leading axis of heads (FOLDED).
+Both modes run the same text. Compiled, tiles are [rows, columns] and one program takes one head of one request;
+interpreted, where an operation costs tens of microseconds whatever its size, tiles carry a leading axis of such
+groups (FOLDED).
 Sizes and strides are run-time arguments that Triton may not specialise on: a new batch compiles nothing.
 """
 
@@ -22,6 +23,8 @@ _LIST_ARGS = ["stride_mb", "stride_mq", "words", "list_stride"]
 _MHA_ARGS = [
     "scale_log2",
     "num_heads",
+    "num_groups",
+    "num_q_tiles",
     "stride_qt",
     "stride_qh",
     "stride_kt",
@@ -36,10 +39,10 @@ _MHA_ARGS = [
 
 
 @device_function
-def _key_start(mask_batch_ptr: tl.tensor, words: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
+def _key_start(mask_batch_ptr: tl.tensor, ok: tl.tensor, words: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
     """The first key of this call's segment, counted in mask bits: from the last word of query row 0, or 0."""
     if KEYS == MASKED_FROM_KEY_START:
-        return tl.load(mask_batch_ptr + words - 1)
+        return tl.load(mask_batch_ptr + words - 1, mask=ok, other=0)
     return 0
 
 
@@ -96,7 +99,7 @@ def list_key_tiles_kernel(
     out_ptr = list_ptr + (request.to(tl.int64) * tl.num_programs(0) + q_tile) * list_stride
     mask_batch_ptr = mask_ptr + request.to(tl.int64) * stride_mb
     row_ptrs = mask_batch_ptr + rows.to(tl.int64)[:, None] * stride_mq
-    key_start = _key_start(mask_batch_ptr, words, KEYS)
+    key_start = _key_start(mask_batch_ptr, True, words, KEYS)
 
     WORDS_A_TILE: tl.constexpr = BLOCK_N // 32
     TILES: tl.constexpr = LIST_WORDS // WORDS_A_TILE
@@ -127,6 +130,8 @@ def masked_mha_kernel(
     list_ptr: tl.tensor,
     scale_log2: tl.tensor,
     num_heads: tl.tensor,
+    num_groups: tl.tensor,
+    num_q_tiles: tl.tensor,
     stride_qt: tl.int64,
     stride_qh: tl.int64,
     stride_kt: tl.int64,
@@ -149,14 +154,15 @@ def masked_mha_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_D_TAIL: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Attention of one tile of query rows of one request, for one head (or BLOCK_H folded heads).
+    """Attention of one tile of query rows, for one group (a request and a head) or BLOCK_G folded groups.
 
-    Strides of q, k, v and out come in units of STRIDE_UNIT elements, so that the compiler can see when rows
-    are aligned for 128-bit loads although no stride is a compile key.
+    Program `tile + num_q_tiles * g` takes query tile `tile` of group g; group `g` is head `g % num_heads` of
+    request `g // num_heads`. Strides of q, k, v and out come in units of STRIDE_UNIT elements, so that the
+    compiler can see when rows are aligned for 128-bit loads although no stride is a compile key.
     """
     if STRIDE_UNIT != 1:
         stride_qt *= STRIDE_UNIT
@@ -167,68 +173,67 @@ def masked_mha_kernel(
         stride_vh *= STRIDE_UNIT
         stride_ot *= STRIDE_UNIT
         stride_oh *= STRIDE_UNIT
-    q_tile = tl.program_id(0)
-    request = tl.program_id(2)
-    q_start = tl.load(cu_seqlens_q_ptr + request)
-    q_len = tl.load(cu_seqlens_q_ptr + request + 1) - q_start
-    k_start = tl.load(cu_seqlens_k_ptr + request)
-    k_len = tl.load(cu_seqlens_k_ptr + request + 1) - k_start
-    first_row = q_tile * BLOCK_M
-    if first_row >= q_len:
-        return
-
-    rows = first_row + tl.arange(0, BLOCK_M)
-    row_ok = rows < q_len
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
     # axes that lay a vector along the rows, or the columns, of a tile
     ROW_AXES: tl.constexpr = (0, 2) if FOLDED else (1,)
     COL_AXES: tl.constexpr = (0, 1) if FOLDED else (0,)
+    BIT_AXES: tl.constexpr = (0, 1, 2) if FOLDED else (0, 1)
     LAST_AXIS: tl.constexpr = 2 if FOLDED else 1
-    STATS: tl.constexpr = (BLOCK_H, BLOCK_M) if FOLDED else (BLOCK_M,)
-    SCORES: tl.constexpr = (BLOCK_H, BLOCK_M, BLOCK_N) if FOLDED else (BLOCK_M, BLOCK_N)
-    ACC: tl.constexpr = (BLOCK_H, BLOCK_M, BLOCK_DV) if FOLDED else (BLOCK_M, BLOCK_DV)
-    if FOLDED:
-        heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-        head = heads.to(tl.int64)[:, None, None]
-        head_ok = (heads < num_heads)[:, None, None]
-    else:
-        head = tl.program_id(1).to(tl.int64)
-        head_ok = head < num_heads
+    STATS: tl.constexpr = (BLOCK_G, BLOCK_M) if FOLDED else (BLOCK_M,)
+    SCORES: tl.constexpr = (BLOCK_G, BLOCK_M, BLOCK_N) if FOLDED else (BLOCK_M, BLOCK_N)
+    ACC: tl.constexpr = (BLOCK_G, BLOCK_M, BLOCK_DV) if FOLDED else (BLOCK_M, BLOCK_DV)
 
-    tokens = (q_start + rows).to(tl.int64)
-    q_rows = q_ptr + head * stride_qh + tl.expand_dims(tokens, ROW_AXES) * stride_qt
-    q_ok = head_ok & tl.expand_dims(row_ok, ROW_AXES)
-    q = tl.load(
-        q_rows + tl.expand_dims(dims, COL_AXES), mask=q_ok & tl.expand_dims(dims < D, COL_AXES), other=0.0
-    )
+    q_tile = tl.program_id(0) % num_q_tiles
+    first_row = q_tile * BLOCK_M
+    group = tl.program_id(0) // num_q_tiles
+    group_ok = True
+    if FOLDED:
+        group = (group * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
+        group_ok = group < num_groups
+    request = group // num_heads
+    head = (group % num_heads).to(tl.int64)
+    q_start = tl.load(cu_seqlens_q_ptr + request, mask=group_ok, other=0)
+    q_len = tl.load(cu_seqlens_q_ptr + request + 1, mask=group_ok, other=0) - q_start
+    k_start = tl.load(cu_seqlens_k_ptr + request, mask=group_ok, other=0)
+    k_len = tl.load(cu_seqlens_k_ptr + request + 1, mask=group_ok, other=0) - k_start
+    if FOLDED:
+        longest = tl.max(k_len)
+    else:
+        if first_row >= q_len:
+            return
+        longest = k_len
+        if KEYS == CAUSAL:
+            longest = tl.minimum(k_len, first_row + BLOCK_M + k_len - q_len)
+
+    row = tl.expand_dims(first_row + tl.arange(0, BLOCK_M), ROW_AXES)
+    row_ok = row < q_len
+    token = (q_start + row).to(tl.int64)
+    q_rows = q_ptr + head * stride_qh + token * stride_qt
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    dim = tl.expand_dims(dims, COL_AXES)
+    q = tl.load(q_rows + dim, mask=row_ok & (dim < D), other=0.0)
     k_head = k_ptr + k_start.to(tl.int64) * stride_kt + head * stride_kh
-    k_dims = k_head + tl.expand_dims(dims, ROW_AXES)
-    k_dims_ok = head_ok & tl.expand_dims(dims < D, ROW_AXES)
     v_head = v_ptr + k_start.to(tl.int64) * stride_vt + head * stride_vh
-    v_dims = v_head + tl.expand_dims(dims_v, COL_AXES)
-    v_dims_ok = head_ok & tl.expand_dims(dims_v < DV, COL_AXES)
+    dim_k = tl.expand_dims(dims, ROW_AXES)
+    dim_v = tl.expand_dims(dims_v, COL_AXES)
+    k_dims = k_head + dim_k
+    v_dims = v_head + dim_v
     if BLOCK_D_TAIL > 0:
         tail = BLOCK_D + tl.arange(0, BLOCK_D_TAIL)
-        q_tail_ok = q_ok & tl.expand_dims(tail < D, COL_AXES)
-        q_tail = tl.load(q_rows + tl.expand_dims(tail, COL_AXES), mask=q_tail_ok, other=0.0)
-        k_tail_dims = k_head + tl.expand_dims(tail, ROW_AXES)
-        k_tail_ok = head_ok & tl.expand_dims(tail < D, ROW_AXES)
+        tail_q = tl.expand_dims(tail, COL_AXES)
+        q_tail = tl.load(q_rows + tail_q, mask=row_ok & (tail_q < D), other=0.0)
+        tail_k = tl.expand_dims(tail, ROW_AXES)
+        k_tail_dims = k_head + tail_k
 
     if KEYS >= MASKED:
-        mask_batch_ptr = mask_ptr + request.to(tl.int64) * stride_mb
-        mask_rows = mask_batch_ptr + rows.to(tl.int64)[:, None] * stride_mq
-        key_start = _key_start(mask_batch_ptr, words, KEYS)
-    if KEYS == CAUSAL:
-        # row i sees the keys up to i + k_len - q_len
-        last_key = rows + k_len - q_len
-        last_tile_key = tl.minimum(k_len, first_row + BLOCK_M + k_len - q_len)
-        num_tiles = tl.maximum(last_tile_key + BLOCK_N - 1, 0) // BLOCK_N
-    elif USE_LIST:
-        tiles_ptr = list_ptr + (request.to(tl.int64) * tl.num_programs(0) + q_tile) * list_stride
+        mask_head = mask_ptr + request.to(tl.int64) * stride_mb
+        mask_rows = mask_head + row.to(tl.int64) * stride_mq
+        key_start = _key_start(mask_head, group_ok, words, KEYS)
+    if USE_LIST:
+        tiles_ptr = list_ptr + (request.to(tl.int64) * num_q_tiles + q_tile) * list_stride
         num_tiles = tl.load(tiles_ptr)
     else:
-        num_tiles = (k_len + BLOCK_N - 1) // BLOCK_N
+        num_tiles = tl.maximum(longest + BLOCK_N - 1, 0) // BLOCK_N
 
     row_max = tl.full(STATS, float("-inf"), tl.float32)
     row_sum = tl.full(STATS, 0.0, tl.float32)
@@ -239,27 +244,27 @@ def masked_mha_kernel(
         else:
             first_key = step * BLOCK_N
         keys = first_key + tl.arange(0, BLOCK_N)
-        key_ok = keys < k_len
+        key = tl.expand_dims(keys, COL_AXES)
+        key_ok = key < k_len
 
-        k_key = tl.expand_dims(keys.to(tl.int64) * stride_kt, COL_AXES)
-        k_key_ok = tl.expand_dims(key_ok, COL_AXES)
-        k = tl.load(k_dims + k_key, mask=k_dims_ok & k_key_ok, other=0.0)
+        k_keys = key.to(tl.int64) * stride_kt
+        k = tl.load(k_dims + k_keys, mask=key_ok & (dim_k < D), other=0.0)
         scores = dot(q, k, tl.full(SCORES, 0.0, tl.float32))
         if BLOCK_D_TAIL > 0:
-            k_tail = tl.load(k_tail_dims + k_key, mask=k_tail_ok & k_key_ok, other=0.0)
+            k_tail = tl.load(k_tail_dims + k_keys, mask=key_ok & (tail_k < D), other=0.0)
             scores = dot(q_tail, k_tail, scores)
 
         if KEYS >= MASKED:
-            word = first_key // 32 + tl.arange(0, BLOCK_N // 32)
-            kept = _keep_words(mask_rows, row_ok[:, None], key_start, word[None, :], words, KEYS)
-            bits = (kept[:, :, None] >> tl.arange(0, 32).to(tl.uint32)[None, None, :]) & 1
-            keep = (tl.reshape(bits, [BLOCK_M, BLOCK_N]) != 0) & key_ok[None, :]
+            word = tl.expand_dims(first_key // 32 + tl.arange(0, BLOCK_N // 32), COL_AXES)
+            kept = _keep_words(mask_rows, row_ok, key_start, word, words, KEYS)
+            bit = tl.expand_dims(tl.arange(0, 32).to(tl.uint32), BIT_AXES)
+            bits = (tl.expand_dims(kept, LAST_AXIS + 1) >> bit) & 1
+            keep = (tl.reshape(bits, SCORES) != 0) & key_ok
         elif KEYS == CAUSAL:
-            keep = keys[None, :] <= last_key[:, None]
+            # query i sees the keys up to i + k_len - q_len
+            keep = (key - row <= k_len - q_len) & key_ok
         else:
-            keep = key_ok[None, :]
-        if FOLDED:
-            keep = keep[None, :, :]
+            keep = key_ok
 
         scores = tl.where(keep, scores * scale_log2, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=LAST_AXIS))
@@ -270,21 +275,15 @@ def masked_mha_kernel(
         row_sum = row_sum * decay + tl.sum(p, axis=LAST_AXIS)
         row_max = new_max
 
-        v_key = tl.expand_dims(keys.to(tl.int64) * stride_vt, ROW_AXES)
-        v = tl.load(v_dims + v_key, mask=v_dims_ok & tl.expand_dims(key_ok, ROW_AXES), other=0.0)
+        key_v = tl.expand_dims(keys, ROW_AXES)
+        v_ok = (key_v < k_len) & (dim_v < DV)
+        v = tl.load(v_dims + key_v.to(tl.int64) * stride_vt, mask=v_ok, other=0.0)
         acc = dot(round_to(p, v.dtype), v, acc * tl.expand_dims(decay, LAST_AXIS))
 
     # NaN scores give a NaN sum, which must reach the results; only a true zero is an empty row
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.math.log2(divisor)) * LN_2)
     out = acc / tl.expand_dims(divisor, LAST_AXIS)
-
-    out_rows = out_ptr + head * stride_oh + tl.expand_dims(tokens, ROW_AXES) * stride_ot
-    out_ptrs = out_rows + tl.expand_dims(dims_v, COL_AXES)
-    out_ok = q_ok & v_dims_ok
-    tl.store(out_ptrs, round_to(out, out_ptr.dtype.element_ty), mask=out_ok)
-    if FOLDED:
-        lse_ptrs = lse_ptr + heads.to(tl.int64)[:, None] * stride_lh + tokens[None, :]
-        tl.store(lse_ptrs, lse, mask=(heads < num_heads)[:, None] & row_ok[None, :])
-    else:
-        tl.store(lse_ptr + head * stride_lh + tokens, lse, mask=row_ok)
+    out_rows = out_ptr + head * stride_oh + token * stride_ot
+    tl.store(out_rows + dim_v, round_to(out, out_ptr.dtype.element_ty), mask=row_ok & (dim_v < DV))
+    tl.store(lse_ptr + head * stride_lh + token, tl.expand_dims(lse, LAST_AXIS), mask=row_ok)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimized.attention.arguments import AttentionCall
 from optimized.rounding import IS_INTERPRETED
 
 _MIN_DOT = 16
@@ -44,8 +45,8 @@ class MhaTiles:
     block_d_tail: int
     """Padded rest of the q/k head dim, or 0. 192 is 128 + 64 rather than 256."""
     block_dv: int
-    block_h: int
-    """Heads of one program; 1 unless `folded`."""
+    block_g: int
+    """Groups (a request and a head) of one program; 1 unless `folded`."""
     block_m: int
     """Query rows of one program."""
     block_n: int
@@ -69,18 +70,18 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     return (first, tail) if first + tail < whole else (whole, 0)
 
 
-def mha_tiles(q: Tensor, v: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> MhaTiles:
-    """Tiles for q `[Tq, H, D]` and v `[Tk, H, Dv]`. The lengths count only in interpreted mode."""
-    block_dv = max(next_power_of_2(v.shape[2]), _MIN_DOT)
+def mha_tiles(call: AttentionCall, max_seqlen_q: int, max_seqlen_k: int) -> MhaTiles:
+    """Tiles of one call. The batch and its lengths count only in interpreted mode, which compiles nothing."""
+    head_dim = call.q.shape[2]
+    block_dv = max(next_power_of_2(call.v.shape[2]), _MIN_DOT)
     if not IS_INTERPRETED:
-        block_d, block_d_tail = split_head_dim(q.shape[2])
-        return _compiled_tiles(block_d, block_d_tail, block_dv, shared_memory_bytes(q.device))
-    block_d = max(next_power_of_2(q.shape[2]), _MIN_DOT)
+        return _compiled_tiles(*split_head_dim(head_dim), block_dv, shared_memory_bytes(call.q.device))
+    block_d = max(next_power_of_2(head_dim), _MIN_DOT)
     block_m = min(max(next_power_of_2(max_seqlen_q), _MIN_DOT), 128)
     block_n = min(max(next_power_of_2(max_seqlen_k), 32), 128)
-    room = max(_INTERPRETED_ELEMENTS // (block_m * max(block_n, block_d, block_dv)), 1)
-    block_h = min(next_power_of_2(q.shape[1]), 1 << (room.bit_length() - 1))
-    return MhaTiles(block_d, 0, block_dv, block_h, block_m, block_n, True, num_warps=4, num_stages=1)
+    room = max(_INTERPRETED_ELEMENTS // (max(block_m, block_n) * max(block_n, block_d, block_dv)), 1)
+    block_g = min(next_power_of_2(call.batch_size * call.num_heads), 1 << (room.bit_length() - 1))
+    return MhaTiles(block_d, 0, block_dv, block_g, block_m, block_n, True, num_warps=4, num_stages=1)
 
 
 @cache
@@ -90,9 +91,7 @@ def _compiled_tiles(block_d: int, block_d_tail: int, block_dv: int, shared_bytes
     for block_m, block_n, num_warps, num_stages in _COMPILED_CHOICES:
         operands = block_m * (width + block_n) + num_stages * block_n * (width + block_dv)
         if operands * _STORAGE_BYTES <= shared_bytes and block_m * block_dv <= _MAX_ACC_ELEMENTS:
-            return MhaTiles(
-                block_d, block_d_tail, block_dv, 1, block_m, block_n, False, num_warps, num_stages
-            )
+            return MhaTiles(block_d, block_d_tail, block_dv, 1, block_m, block_n, False, num_warps, num_stages)
     raise ValueError(
         f"head dims (q/k {width}, v {block_dv}, padded) need more than the {shared_bytes} bytes of shared "
         "memory that one block of this device may use"

@@ -24,6 +24,7 @@ from optimized.attention.mha_kernels import (
 )
 from optimized.attention.tiles import MhaTiles, mha_tiles
 from optimized.rounding import IS_INTERPRETED
+from optimized.validation import device_of, require_launchable
 
 LOG2_E = 1.4426950408889634
 
@@ -55,7 +56,8 @@ def triton_masked_mha(
     """Attention of each request's queries over its own segment of keys.
 
     Request b owns rows `cu_seqlens_q[b]:cu_seqlens_q[b+1]` of q and `cu_seqlens_k[b]:cu_seqlens_k[b+1]` of k
-    and v; no other row is read for it. Lengths of 0 are legal, and so are k and v with 0 rows.
+    and v; no other row is read for it. Lengths of 0 are legal, and so are k and v with 0 rows. Rows of q that
+    belong to no request get no result.
 
     Args:
         q: [Tq, H, D] bfloat16 or float16. k: [Tk, H, D]. v: [Tk, H, Dv], may be a strided view.
@@ -81,15 +83,17 @@ def triton_masked_mha(
     )
     if call.q.shape[0] == 0 or call.batch_size == 0 or max_seqlen_q == 0:
         return call.out, call.lse
-    tiles = mha_tiles(call.q, call.v, max_seqlen_q, max_seqlen_k)
+    require_launchable("q", q)
+    tiles = mha_tiles(call, max_seqlen_q, max_seqlen_k)
     if mask is None:
         keys = CAUSAL if causal else ALL_KEYS
     else:
         keys = MASKED_FROM_KEY_START if offset else MASKED
-    lists = None
-    if mask is not None and not tiles.folded:
-        lists = _list_key_tiles(call, tiles, keys, max_seqlen_q, max_seqlen_k)
-    _launch(call, tiles, keys, lists, max_seqlen_q, scale)
+    with device_of(call.q):
+        lists = None
+        if mask is not None and not tiles.folded:
+            lists = _list_key_tiles(call, tiles, keys, max_seqlen_q, max_seqlen_k)
+        _launch(call, tiles, keys, lists, max_seqlen_q, scale)
     return call.out, call.lse
 
 
@@ -128,11 +132,9 @@ def _launch(
     strides = [s for x in (call.q, call.k, call.v, call.out) for s in (x.stride(0), x.stride(1))]
     unit = 8 if not IS_INTERPRETED and all(s % 8 == 0 for s in strides) else 1
     mask = call.mask
-    grid = (
-        triton.cdiv(max_seqlen_q, tiles.block_m),
-        triton.cdiv(call.num_heads, tiles.block_h),
-        call.batch_size,
-    )
+    num_q_tiles = triton.cdiv(max_seqlen_q, tiles.block_m)
+    num_groups = call.batch_size * call.num_heads
+    grid = (num_q_tiles * triton.cdiv(num_groups, tiles.block_g),)
     masked_mha_kernel[grid](
         call.q,
         call.k,
@@ -145,6 +147,8 @@ def _launch(
         lists.entries if lists is not None else None,
         scale * LOG2_E,
         call.num_heads,
+        num_groups,
+        num_q_tiles,
         *(s // unit for s in strides),
         call.lse.stride(0),
         mask.stride(0) if mask is not None else 0,
@@ -160,7 +164,7 @@ def _launch(
         BLOCK_D=tiles.block_d,
         BLOCK_D_TAIL=tiles.block_d_tail,
         BLOCK_DV=tiles.block_dv,
-        BLOCK_H=tiles.block_h,
+        BLOCK_G=tiles.block_g,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,
