@@ -2,70 +2,69 @@
 
 Everything is float64, from the inputs that the kernel really read. For one row of one head: `S_j` exact
 scaled scores, `p_j` exact probabilities, `A` the allowed set, `O` and `LSE` the exact answer, segments `c
-= 1..C` in merge order with weights `w_c = exp(LSE_c - LSE)`. `u16`, `u32` are unit roundoffs, `D` the
-width of q and k, `g_j` the number of selected keys of the row with a score in the same cell (width u16/16)
-as key j.
+= 1..C` in merge order with weights `w_c = exp(LSE_c - LSE)`. `u16`, `u32` are unit roundoffs, `D` is the
+width of q and k, `g_j` the number of selected keys of the row whose score lies in the same cell (of width
+u16/16) as that of key j.
 
 **Probabilistic steps.** Rounding errors `|d_i| <= u` of different operations are taken as independent with
-mean zero, except where two keys have (nearly) the same score, which are taken as one. Hoeffding then gives
+mean zero, except that keys with (nearly) the same score are taken to round alike. Hoeffding then gives
 `|sum d_i x_i| <= lam u sqrt(sum x_i^2)` but for a share delta/N of all sums (Higham & Mary, SIAM J. Sci.
 Comput. 41 (2019) A2815; Ipsen & Zhou, arXiv 1906.10465), `lam = sqrt(2 ln(2N/delta)) = 8.41` with N =
-2^40, delta = 1e-3. Keys of one cell whose errors are equal add up: by Cauchy-Schwarz `(sum_{j in cell}
-x_j)^2 <= g sum x_j^2`, so that `x_j^2` is replaced by `g_j x_j^2`. Rounding P to bf16 is biased where
-probabilities repeat (arXiv 2510.04212): those are the cells. Each such term is capped by its worst case `u
-sum |x_i|`.
+2^40, delta = 1e-3. Equal errors inside a cell add up: by Cauchy-Schwarz `(sum_{j in cell} x_j)^2 <= g sum
+x_j^2`, so `x_j^2` becomes `g_j x_j^2`. (Rounding P is biased where probabilities repeat, arXiv 2510.04212:
+those are the cells.) Each such term is capped by its worst case, `u sum |x_i|`.
 
-**Score** (first product, exact products of 16-bit numbers, float32 sums):
+**Score** (first product: exact products of 16-bit numbers, float32 sums in the order of the dims):
 
-    dS1_j = lam sqrt(D) u32 scale sum_d |q_d k_jd|     D additions, no partial sum above sum |q_d k_d|
-    b_j   = (4 + 2 ceil(D/16)) u32 |S_j|               systematic part
+    dS1_j = lam u32 scale sqrt(sum_i s_i^2)                       s_i: partial sums of q . k_j
+    b_j   = 4 u32 |S_j| + 3.5 u32 scale sum_b max(|s_16b|)        systematic part
 
-Tensor cores add 16 products to the accumulator with truncation (Fasi et al., PeerJ CS 7:e330): at most 2
-u32 of the partial sum for the final cut and u32/2 for each aligned addend, half of that on average. Where
-all products have one sign, the partial sums grow evenly to S and the mean of all cuts is about 1.75 (D/16)
-u32 S, the same for every key, so it cannot be left to a random term. 4 u32 |S| are the roundings of `scale
-* log2 e`, of the product with it, and of the running maximum (once in the exponent, once on its return).
+Partial sums are known exactly after every 16 dims and bounded in between by the path's length. Tensor
+cores add 16 products to the accumulator and truncate (Fasi et al., PeerJ CS 7:e330): the final cut is up
+to 2 u32 of the partial sum, that of each aligned addend up to u32/2 of the largest. Half of that on
+average, and 1/1.44 for numbers uniform in a binade, make 0.7 + 2.8 = 3.5 u32 where all products of a block
+have one sign; such cuts are alike for all keys, so they are no random term. 4 u32 |S| are the roundings of
+`scale * log2 e`, of the product with it, and of the running maximum (in the exponent, and on its return).
 
-**LSE** of segment c, each term weighted by w_c, X_c = sum_{j in c} p_j (max_c S - S_j):
+**LSE** of segment c, each term weighted by w_c, `X_c = sum_{j in c} p_j (max_c S - S_j)`:
 
-    scores     min( sum p_j dS1_j , 2 sqrt(sum g_j (p_j dS1_j)^2) ) + sum p_j b_j
+    scores     min( sum p_j dS1_j , sqrt(sum g_j (p_j dS1_j)^2) ) + sum p_j b_j
     exp        eps_exp + 4 u32 X_c + (eps_rescale + u32) (mass multiplied by rescales)
     row sum    u32 min( sum p_j r_j , lam sqrt(sum g_i s_i^2) )
     logarithm  4 u32 max(ln 2, LSE_c - max_c S) + 4 u32 |LSE_c| + 2 u32 |max_c S|
-    merge      u32 (8 + 2 |LSE_{<=c}|) for each merge of two non-empty sides, times the weight of the result
+    merge      u32 (8 + 2 |LSE_{<=c}|) for each merge of two non-empty sides, times the weight of its result
 
-The standard deviation of one score's error is at most dS1/(lam sqrt 3), so that 2 dS1 in place of dS1/sqrt
-3 leaves room for the 2 u32 of truncation. `r_j` counts the additions that key j passes through, which
-follows from the declared row sum (`numerics.RowSum`) and the allowed set; `s_i` are the partial sums. A
-rescale multiplies what was summed so far by `exp(old - new maximum)`: it happens only where a key exceeds
-all before it, and the arguments telescope to at most X_c, so do the exponents' own roundings. lg2.approx
-has 2^-22, relative or absolute (PTX ISA). A merge in float32 is `max + log(exp(a - max) + exp(b - max))`:
-one exponential is exactly 1, the other at most 1 with `x exp(-x) < 0.37`; the sum, the logarithm and its
-return make 8 u32 and 2 u32 |LSE|; the error of a running partial counts by its weight in the end.
+`r_j` counts the additions that key j passes through, `s_i` are the partial sums of the row sum; both
+follow from the declared order (`numerics.RowSum`) and the allowed set. A rescale multiplies what was
+summed so far by `exp(old - new maximum)`: only where a key exceeds all before it, and the arguments
+telescope to at most X_c, as do the roundings of the exponents. lg2.approx has 2^-22, relative or absolute
+(PTX ISA). A merge is `max + log(exp(a - max) + exp(b - max))`: one exponential is exactly 1, the other at
+most 1 with `x exp(-x) < 0.37`; with the sum, the logarithm and its return this is 8 u32 + 2 u32 |LSE|. The
+error of a running partial counts by its weight in the end.
 
-**Output** (the exact first-order effect of score errors is `sum p_j dS_j (v_j - O)`):
+**Output** (the first-order effect of score errors is exactly `sum p_j dS_j (v_j - O)`):
 
     P rounding   min( u16 sum p_j |v_jd| , lam u16/sqrt 3 sqrt(sum g_j p_j^2 v_jd^2) )
     scores       sum p_j dS_j |v_jd| + |O_d| sum p_j dS_j,   dS_j = dS1_j + b_j
-    exp          2 (eps_exp + ...) sum p_j |v_jd|
-    accumulation (|A|/4 + 1.5 B16 + 32) u32 sum p_j |v_jd| + (row sum) |O_d|;  B16: blocks of 16 keys with one
+    exp          2 (the exp term of LSE) sum p_j |v_jd|
+    accumulation (|A|/4 + 1.5 B16 + 32) u32 sum p_j |v_jd| + (the row sum term) |O_d|
     merge        sum_c w_c dLSE_c |O_c,d - O_d| + 16 (C-1) u32 sum_c w_c |O_c,d|
     stores       u16 ( sum_c w_c |O_c,d| + sum_{merges} |sum_{c'<=c} w_c' O_c',d| )
-    floor        (2C + 2) tiny + tiny |A| max_A |v_d| / exp(LSE - max S)
+    floor        (2C + 2) tiny + tiny |A| max |v_d| / exp(LSE - max S)
 
-Rounding to nearest has a mean square of at most u^2/3. The accumulation is the truncation of the second
-product, |A|/2 + 2.5 B16 in the worst case and half of that on average, over partial sums that grow. Only
-segments that hold keys of the row count in C. The floor covers denormal probabilities and stores (fp16)
-and flushes to zero. These are first-order bounds: the products of errors are below 1e-4 of them (arXiv
-2405.02803 for the whole scheme).
+Rounding to nearest has a mean square of at most u^2/3. B16 counts the blocks of 16 keys that hold a
+selected one: the second product truncates |A|/2 + 2.5 B16 times u32 in the worst case, half of that on
+average, over partial sums that grow. Only segments that hold keys of the row count in C. The floor covers
+denormal probabilities and stores (fp16) and flushes to zero. Products of errors are left out: they are
+below 1e-3 of these terms (arXiv 2405.02803 follows the whole scheme).
 
 **Inputs that carry rounding** (`InputError`, for end-to-end judgement) add to dS_j, summed over p_j as it
-stands
+stands,
 
-    u16 scale min( sum |q_d k_jd| , lam/sqrt 3 sqrt(g_j) sqrt(sum (q_d k_jd)^2) ) + scale sum |q_d| dk_jd
+    u16 scale min( sum |q_d k_jd| , lam/sqrt 3 sqrt(g_j sum (q_d k_jd)^2) ) + scale sum (|q_d| dk_jd + dq_d |k_jd|)
 
-over the rounded dims, and to the output the same with V; the root of the sum of squares is taken over d,
-not over keys, because tokens repeat. `sqrt(g_j)` stays as a guard for keys whose entries repeat.
+over the rounded dims, and to the output the same with V. The root of the sum of squares is taken over d
+and not over keys, because tokens repeat; `g_j` stays as a guard for keys whose own entries repeat.
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name everyone knows)
 from torch import Tensor
 
-from reference.numerics import Numerics, RowSum
+from reference.numerics import RowSum
 
 
 def count_in_cell(scores: Tensor, allowed: Tensor, width: float) -> Tensor:

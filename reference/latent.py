@@ -26,9 +26,9 @@ def read_cache_rows(
     cache:            `[num_blocks, block_size, width]`; raw bytes (uint8 or float8_e4m3fn) for the fp8 kinds
     block_table_row:  `[max_blocks]` integers; only the entries that these positions need are read
 
-    "auto" copies. "fp8_e4m3" is `dtype(float32(e4m3) * scale)`, one scale for the tensor, `dtype` that of the activations. An entry of
-    "fp8_ds_mla" is `lora` e4m3 values, one float32 scale for each 128 of them, and `rope` bf16 values
-    (656 bytes for 512 + 64).
+    "auto" copies. "fp8_e4m3" is `dtype(float32(e4m3) * scale)`, one scale for the tensor and the activations'
+    dtype. An entry of "fp8_ds_mla" is `lora` e4m3 values, one float32 scale for each 128 of them, and `rope`
+    bf16 values (656 bytes for 512 + 64).
     Raises ValueError for an unknown kind, or a needed block id outside the cache.
     """
     if kv_cache_dtype not in CACHE_DTYPES:

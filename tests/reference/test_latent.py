@@ -24,9 +24,7 @@ def test_unused_table_entries_are_not_read_and_used_ones_are_checked() -> None:
 
 def test_every_e4m3_value_times_the_scale_is_rounded_once_to_bf16() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(1, 8, 32)
-    rows = latent.read_cache_rows(
-        codes, torch.tensor([0]), 0, 8, kv_cache_dtype="fp8_e4m3", scale=0.0137, rope=0
-    )
+    rows = latent.read_cache_rows(codes, torch.tensor([0]), 0, 8, kv_cache_dtype="fp8_e4m3", scale=0.0137, rope=0)
     assert rows.dtype == torch.bfloat16
     scale = torch.tensor(0.0137, dtype=torch.float32)
     for code, got in zip(range(256), rows.flatten(), strict=True):
@@ -45,9 +43,7 @@ def test_a_656_byte_entry_is_512_values_four_scales_and_64_bf16() -> None:
     pe = torch.randn(2, 64, generator=gen).bfloat16()
     cache = torch.cat([values.view(torch.uint8), scales.view(torch.uint8), pe.view(torch.uint8)], dim=1)
     assert cache.shape == (2, 656)
-    rows = latent.read_cache_rows(
-        cache.view(1, 2, 656), torch.tensor([0]), 0, 2, kv_cache_dtype="fp8_ds_mla", rope=64
-    )
+    rows = latent.read_cache_rows(cache.view(1, 2, 656), torch.tensor([0]), 0, 2, kv_cache_dtype="fp8_ds_mla", rope=64)
     for i in range(2):
         for d in range(512):
             assert rows[i, d] == (values[i, d].float() * scales[i, d // 128]).bfloat16()
@@ -72,6 +68,4 @@ def test_the_absorbed_form_gives_the_same_scores_and_values() -> None:
     w_uk, w_uv = latent.split_weight(w, heads, nope, v)
     scores = torch.einsum("nhd,khd->nhk", q, k)
     torch.testing.assert_close(latent.absorb_query(q, w_uk) @ rows.T, scores, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(
-        torch.einsum("kl,lhd->khd", rows[:, :lora], w_uv), values, rtol=1e-13, atol=1e-13
-    )
+    torch.testing.assert_close(torch.einsum("kl,lhd->khd", rows[:, :lora], w_uv), values, rtol=1e-13, atol=1e-13)

@@ -18,9 +18,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tenso
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def batch(
-    seed: int, *, contexts: list[int], queries: list[int], topk: int, dims: dict[str, int]
-) -> dict[str, Any]:
+def batch(seed: int, *, contexts: list[int], queries: list[int], topk: int, dims: dict[str, int]) -> dict[str, Any]:
     """A prefill batch with a permuted paged cache and top-k rows that hold -1, duplicates and strays."""
     gen = torch.Generator().manual_seed(seed)
     lora, heads, nope, rope, v = (dims[x] for x in ("lora", "heads", "nope", "rope", "v"))
@@ -35,9 +33,7 @@ def batch(
     rows = torch.empty(tokens, topk, dtype=torch.int32)
     first = 0
     for context, query in zip(contexts, queries, strict=True):
-        rows[first : first + query] = torch.randint(
-            -2, context + query + 3, (query, topk), generator=gen
-        ).int()
+        rows[first : first + query] = torch.randint(-2, context + query + 3, (query, topk), generator=gen).int()
         first += query
     return {
         "q": normal(tokens, heads, nope + rope, seed=seed + 1),
@@ -104,9 +100,7 @@ def test_equal_scores_count_keys() -> None:
 def test_a_key_outside_the_allowed_set_adds_nothing_even_if_it_is_nan() -> None:
     k, v = torch.zeros(4, 1, 2), torch.ones(4, 1, 3)
     k[2], v[2], v[3, 0, 1] = NAN, NAN, math.inf
-    allowed = torch.tensor(
-        [[True, True, False, False], [True, False, False, True], [False, False, True, False]]
-    )
+    allowed = torch.tensor([[True, True, False, False], [True, False, False, True], [False, False, True, False]])
     out, lse = oracle.attend(torch.ones(3, 1, 2), k, v, allowed, 1.0)
     assert out[0, 0].tolist() == [1.0, 1.0, 1.0]
     assert out[1, 0].tolist() == [1.0, math.inf, 1.0]
@@ -168,9 +162,7 @@ def test_fifty_spots_against_mpmath(road: str) -> None:
             spread = 2.0 ** (seed % 7 - 4)  # larger scores lose 1e-14 to their own float64 rounding
             q = normal(1, 1, dim, seed=seed).double() * spread
             k, v = normal(context + 1, 1, dim, seed=seed + 100), normal(context + 1, 1, 3, seed=seed + 200)
-            row = torch.randint(
-                -1, context + 1, (1, keys), generator=torch.Generator().manual_seed(seed)
-            ).int()
+            row = torch.randint(-1, context + 1, (1, keys), generator=torch.Generator().manual_seed(seed)).int()
             scale = 0.37
             if road == "dense":
                 out, lse = oracle.attend(q, k, v, oracle.allowed_matrix(row, context), scale)
