@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from optimized.rounding import IS_INTERPRETED, round_to
-from optimized.validation import device_of
+from optimized.validation import device_of, rows_are_aligned
 
 DS_MLA_LATENT = 512
 DS_MLA_ROPE = 64
@@ -48,9 +48,11 @@ def launch_gather(
         src_cache = src_cache.view(torch.uint8)
     width = dst.shape[1]
     tokens = min(_INTERPRETED_TOKENS, triton.next_power_of_2(num_tokens)) if IS_INTERPRETED else _TOKENS
-    columns = triton.next_power_of_2(width) if IS_INTERPRETED and kv_cache_dtype != "fp8_ds_mla" else _COLUMNS
+    columns = _COLUMNS
+    if IS_INTERPRETED and kv_cache_dtype != "fp8_ds_mla":
+        columns = triton.next_power_of_2(width)
     with device_of(dst):
-        gather_cache_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(width, columns))](
+        gather_cache_kernel[(triton.cdiv(num_tokens, tokens),)](
             src_cache,
             dst,
             block_table,
@@ -67,6 +69,7 @@ def launch_gather(
             block_table.stride(1),
             FORMAT=kv_cache_dtype,
             HAS_STARTS=seq_starts is not None,
+            ALIGNED=rows_are_aligned(src_cache, dst),
             WIDTH=width,
             TOKENS=tokens,
             COLUMNS=columns,
@@ -79,12 +82,12 @@ def _decode_e4m3(code: tl.tensor) -> tl.tensor:
     bits = code.to(tl.int32)
     exponent = (bits >> 3) & 15
     mantissa = bits & 7
-    # 120 moves the exponent bias from 7 to 127
-    normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
-    subnormal = mantissa.to(tl.float32) * 0.001953125  # 2^-9
+    normal = ((exponent + 120) << 23) | (mantissa << 20)  # 120 moves the exponent bias from 7 to 127
+    subnormal = (mantissa.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)  # 2^-9
     magnitude = tl.where(exponent == 0, subnormal, normal)
-    magnitude = tl.where((bits & 127) == 127, float("nan"), magnitude)
-    return tl.where(bits >= 128, -magnitude, magnitude)
+    magnitude = tl.where((bits & 127) == 127, 0x7FC00000, magnitude)
+    # the sign is set as a bit: compiled Triton negates as 0 - x, which loses the sign of zero
+    return (magnitude | ((bits & 128) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -142,11 +145,12 @@ def gather_cache_kernel(
     table_column_stride: tl.tensor,
     FORMAT: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """A program copies `TOKENS` rows of `COLUMNS` columns; block id x stride may pass 2^31: int64 offsets."""
+    """A program copies `TOKENS` rows; block id x stride may pass 2^31, so that offsets are int64."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < num_tokens
     request = tl.load(token_to_seq_ptr + token, mask=exists, other=0).to(tl.int64)
@@ -157,21 +161,24 @@ def gather_cache_kernel(
     block_ptrs = block_table_ptr + request * table_row_stride + entry * table_column_stride
     block = tl.load(block_ptrs, mask=exists, other=0).to(tl.int64)
     row = (position % block_size).to(tl.int64)
-    src_rows = src_ptr + (block * src_block_stride + row * src_row_stride)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    live = exists[:, None] & (column < WIDTH)
-    dst_ptrs = dst_ptr + token.to(tl.int64)[:, None] * dst_row_stride + column
-    if FORMAT == "auto":
-        tl.store(dst_ptrs, tl.load(src_rows + column, mask=live, other=0), mask=live)
-    elif FORMAT == "fp8_e4m3":
-        value = _decode_e4m3(tl.load(src_rows + column, mask=live, other=0)) * scale
-        tl.store(dst_ptrs, round_to(value, dst_ptr.dtype.element_ty), mask=live)
-    else:
-        if tl.program_id(1) * COLUMNS < _LATENT:
-            tile = tl.program_id(1) * COLUMNS // _TILE
-            tile_scale = _load_float32(src_rows + _SCALES_AT + 4 * tile, exists[:, None])
-            value = _decode_e4m3(tl.load(src_rows + column, mask=live, other=0)) * tile_scale
-            tl.store(dst_ptrs, round_to(value, dst_ptr.dtype.element_ty), mask=live)
+    src_rows = src_ptr + block * src_block_stride + row * src_row_stride
+    dst_rows = dst_ptr + token.to(tl.int64) * dst_row_stride
+    if ALIGNED:
+        src_rows = tl.multiple_of(src_rows, 16)
+        dst_rows = tl.multiple_of(dst_rows, 16)
+    src_rows = src_rows[:, None]
+    dst_rows = dst_rows[:, None]
+    for first in tl.static_range(0, WIDTH, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)[None, :]
+        live = exists[:, None] & (column < WIDTH)
+        if FORMAT == "auto":
+            tl.store(dst_rows + column, tl.load(src_rows + column, mask=live, other=0), mask=live)
         else:
-            value = _load_bfloat16(src_rows + _ROPE_AT + 2 * (column - _LATENT), live)
-            tl.store(dst_ptrs, round_to(value, dst_ptr.dtype.element_ty), mask=live)
+            if FORMAT == "fp8_e4m3":
+                value = _decode_e4m3(tl.load(src_rows + column, mask=live, other=0)) * scale
+            elif first < _LATENT:
+                tile_scale = _load_float32(src_rows + (_SCALES_AT + first // _TILE * 4), exists[:, None])
+                value = _decode_e4m3(tl.load(src_rows + column, mask=live, other=0)) * tile_scale
+            else:
+                value = _load_bfloat16(src_rows + _ROPE_AT + 2 * (column - _LATENT), live)
+            tl.store(dst_rows + column, round_to(value, dst_ptr.dtype.element_ty), mask=live)

@@ -25,6 +25,7 @@ from optimized.gather_kernel import (
 )
 from optimized.validation import (
     FLOAT_16_BIT_DTYPES,
+    MAX_KERNEL_ROWS,
     require_distinct_elements,
     require_int,
     require_launchable,
@@ -113,7 +114,7 @@ def gather_and_maybe_dequant_cache(
 
     Raises TypeError or ValueError, before any write, for arguments of a wrong type, shape or device.
     """
-    require_int("num_tokens", num_tokens, 0)
+    require_int("num_tokens", num_tokens, 0, MAX_KERNEL_ROWS)
     require_tensor("dst", dst, (None, None), FLOAT_16_BIT_DTYPES)
     width = dst.shape[1]
     rope = DS_MLA_ROPE if kv_cache_dtype == "fp8_ds_mla" else 0

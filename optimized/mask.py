@@ -20,6 +20,7 @@ import triton
 from optimized.mask_kernels import scatter_topk_kernel, scatter_topk_single_req_kernel
 from optimized.rounding import IS_INTERPRETED
 from optimized.validation import (
+    MAX_KERNEL_ROWS,
     device_of,
     require_int,
     require_launchable,
@@ -150,6 +151,7 @@ def build_topk_mask(
     require_launchable("out", out)
     packed = _packed_rows(topk_indices_per_req, sum(lens))
     _, padded_q, words = mask.shape
+    require_int("batch * padded queries of the mask", batch * padded_q, 0, MAX_KERNEL_ROWS)
     block = _block_size(words, packed.shape[1])
     rows_per_program = min(1024, _INTERPRETED_ELEMENTS // block) if IS_INTERPRETED else 1
     shared = {

@@ -18,12 +18,14 @@ from optimized.chunks import ContextChunk
 from optimized.rounding import IS_INTERPRETED, round_to, widen
 from optimized.validation import (
     FLOAT_16_BIT_DTYPES,
+    MAX_KERNEL_ROWS,
     device_of,
     require_distinct_elements,
     require_int,
     require_launchable,
     require_tensor,
     require_unit_stride,
+    rows_are_aligned,
 )
 
 OUTPUT_DTYPES = (*FLOAT_16_BIT_DTYPES, torch.float32)
@@ -63,7 +65,7 @@ def merge_attn_states(
     if output.numel() == 0:
         return
     require_launchable("output", output)
-    pairs = tokens * heads
+    pairs = require_int("tokens * heads of output", tokens * heads, 0, MAX_KERNEL_ROWS)
     columns = triton.next_power_of_2(width)
     rows = _ROWS
     if IS_INTERPRETED:
@@ -92,6 +94,7 @@ def merge_attn_states(
             suffix_lse.stride(0),
             suffix_lse.stride(1),
             WRITE_LSE=output_lse is not None,
+            ALIGNED=rows_are_aligned(output, prefix_output, suffix_output),
             WIDTH=width,
             COLUMNS=columns,
             ROWS=rows,
@@ -204,15 +207,16 @@ def merge_attn_states_kernel(
     suffix_lse_head_stride: tl.tensor,
     suffix_lse_token_stride: tl.tensor,
     WRITE_LSE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     """A program merges `ROWS` (token, head) pairs, and reads no other: `out` may be one of its inputs."""
-    pair = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = pair < pairs
-    token = pair // heads
-    head = pair % heads
+    token = (pair // heads).to(tl.int64)
+    head = (pair % heads).to(tl.int64)
     prefix_lse_ptrs = prefix_lse_ptr + head * prefix_lse_head_stride + token * prefix_lse_token_stride
     suffix_lse_ptrs = suffix_lse_ptr + head * suffix_lse_head_stride + token * suffix_lse_token_stride
     prefix_lse = _load_lse(prefix_lse_ptrs, exists)
@@ -225,20 +229,24 @@ def merge_attn_states_kernel(
     prefix_weight = tl.exp(prefix_lse - shift)
     suffix_weight = tl.exp(suffix_lse - shift)
     total = tl.where(empty, 1.0, prefix_weight + suffix_weight)
-    if WRITE_LSE:
-        out_lse_ptrs = out_lse_ptr + head * out_lse_head_stride + token * out_lse_token_stride
-        tl.store(out_lse_ptrs, largest + tl.log(total), mask=exists)
-
     column = tl.arange(0, COLUMNS)[None, :]
     live = exists[:, None] & (column < WIDTH)
     # an empty side is not even loaded: its output may be NaN, and 0 * NaN is NaN
     from_prefix = live & (prefix_lse != float("-inf"))[:, None]
     from_suffix = live & (suffix_lse != float("-inf"))[:, None]
-    prefix_offset = token * prefix_token_stride + head * prefix_head_stride
-    suffix_offset = token * suffix_token_stride + head * suffix_head_stride
-    prefix = widen(tl.load(prefix_ptr + prefix_offset[:, None] + column, mask=from_prefix, other=0))
-    suffix = widen(tl.load(suffix_ptr + suffix_offset[:, None] + column, mask=from_suffix, other=0))
+    prefix_rows = prefix_ptr + token * prefix_token_stride + head * prefix_head_stride
+    suffix_rows = suffix_ptr + token * suffix_token_stride + head * suffix_head_stride
+    out_rows = out_ptr + token * out_token_stride + head * out_head_stride
+    if ALIGNED:
+        prefix_rows = tl.multiple_of(prefix_rows, 16)
+        suffix_rows = tl.multiple_of(suffix_rows, 16)
+        out_rows = tl.multiple_of(out_rows, 16)
+    prefix = widen(tl.load(prefix_rows[:, None] + column, mask=from_prefix, other=0))
+    suffix = widen(tl.load(suffix_rows[:, None] + column, mask=from_suffix, other=0))
     merged = (prefix * prefix_weight[:, None] + suffix * suffix_weight[:, None]) / total[:, None]
-    out_offset = token * out_token_stride + head * out_head_stride
-    out_ptrs = out_ptr + out_offset[:, None] + column
-    tl.store(out_ptrs, round_to(merged, out_ptr.dtype.element_ty), mask=live)
+    # in place, a value that several threads hold must have been read by all of them before one overwrites it
+    tl.debug_barrier()
+    tl.store(out_rows[:, None] + column, round_to(merged, out_ptr.dtype.element_ty), mask=live)
+    if WRITE_LSE:
+        out_lse_ptrs = out_lse_ptr + head * out_lse_head_stride + token * out_lse_token_stride
+        tl.store(out_lse_ptrs, largest + tl.log(total), mask=exists)

@@ -17,10 +17,12 @@ import triton.language as tl
 from optimized.rounding import IS_INTERPRETED
 from optimized.validation import (
     FLOAT_16_BIT_DTYPES,
+    MAX_KERNEL_ROWS,
     device_of,
     require_int,
     require_tensor,
     require_unit_stride,
+    rows_are_aligned,
 )
 
 KERNEL_NOPE, KERNEL_ROPE = 128, 64
@@ -98,7 +100,7 @@ def _full_precision_reductions() -> Iterator[None]:
 
 def _launch_concat(k_nope: torch.Tensor, k_pe: torch.Tensor, k: torch.Tensor) -> None:
     tokens, heads, _ = k.shape
-    pairs = tokens * heads
+    pairs = require_int("tokens * heads of k_nope", tokens * heads, 0, MAX_KERNEL_ROWS)
     rows = min(_INTERPRETED_ROWS, triton.next_power_of_2(pairs)) if IS_INTERPRETED else _ROWS
     with device_of(k):
         concat_k_kernel[(triton.cdiv(pairs, rows),)](
@@ -112,6 +114,7 @@ def _launch_concat(k_nope: torch.Tensor, k_pe: torch.Tensor, k: torch.Tensor) ->
             k_pe.stride(0),
             NOPE=KERNEL_NOPE,
             ROPE=KERNEL_ROPE,
+            ALIGNED=rows_are_aligned(k_nope, k_pe, k),
             ROWS=rows,
         )
 
@@ -131,17 +134,24 @@ def concat_k_kernel(
     pe_token_stride: tl.tensor,
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     """A program puts the key parts of `ROWS` (token, head) pairs side by side."""
-    pair = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    exists = pair < pairs
-    token = pair // heads
-    head = pair % heads
+    pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = (pair < pairs)[:, None]
+    token = (pair // heads).to(tl.int64)
+    head = (pair % heads).to(tl.int64)
+    nope_rows = nope_ptr + token * nope_token_stride + head * nope_head_stride
+    pe_rows = pe_ptr + token * pe_token_stride
+    k_rows = k_ptr + pair.to(tl.int64) * (NOPE + ROPE)
+    if ALIGNED:
+        nope_rows = tl.multiple_of(nope_rows, 16)
+        pe_rows = tl.multiple_of(pe_rows, 16)
+        k_rows = tl.multiple_of(k_rows, 16)
     nope_column = tl.arange(0, NOPE)[None, :]
     rope_column = tl.arange(0, ROPE)[None, :]
-    nope_ptrs = nope_ptr + token * nope_token_stride + head * nope_head_stride + nope_column
-    k_ptrs = k_ptr + pair * (NOPE + ROPE)
-    tl.store(k_ptrs + nope_column, tl.load(nope_ptrs, mask=exists, other=0), mask=exists)
-    pe_ptrs = pe_ptr + token * pe_token_stride + rope_column
-    tl.store(k_ptrs + NOPE + rope_column, tl.load(pe_ptrs, mask=exists, other=0), mask=exists)
+    nope = tl.load(nope_rows[:, None] + nope_column, mask=exists, other=0)
+    tl.store(k_rows[:, None] + nope_column, nope, mask=exists)
+    rope = tl.load(pe_rows[:, None] + rope_column, mask=exists, other=0)
+    tl.store(k_rows[:, None] + NOPE + rope_column, rope, mask=exists)

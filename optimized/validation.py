@@ -14,6 +14,9 @@ import torch
 from optimized.rounding import IS_INTERPRETED
 
 INT32_MAX = 2**31 - 1
+MAX_KERNEL_ROWS = 2**30
+"""Rows that one launch can number in int32, with room for the last program's unused ones."""
+VECTOR_BYTES = 16
 FLOAT_16_BIT_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -57,9 +60,14 @@ def require_tensor(
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         wanted += "," if len(shape) == 1 else ""
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be ({wanted})")
-    if device is not None and tensor.device != device:
+    if device is not None and not _is_on(tensor, device):
         raise ValueError(f"{name} is on {tensor.device}, must be on {device}")
     return tensor
+
+
+def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether `tensor` is on `device`; a device without an index stands for any of its type."""
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
@@ -81,6 +89,19 @@ def require_launchable(name: str, tensor: torch.Tensor) -> None:
             f"{name} is on {tensor.device}, must be on a CUDA device (or set TRITON_INTERPRET=1 before "
             "Triton is imported)"
         )
+
+
+def rows_are_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether every row (the last dimension) of every tensor starts at a multiple of 16 bytes.
+
+    Kernels take the answer as a compile-time flag, which allows 128-bit accesses where addresses and strides,
+    being run-time arguments, would not.
+    """
+    return all(
+        tensor.data_ptr() % VECTOR_BYTES == 0
+        and all(stride * tensor.element_size() % VECTOR_BYTES == 0 for stride in tensor.stride()[:-1])
+        for tensor in tensors
+    )
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -276,7 +276,12 @@ def gather_arguments() -> dict[str, object]:
             ValueError,
             r"shape \(2, 4, 7\), must be \(any, any, 6\)",
         ),
-        ("src_cache", torch.zeros(2, 4, 12).bfloat16()[..., ::2], ValueError, "src_cache has stride 2"),
+        (
+            "src_cache",
+            torch.zeros((2, 4, 12), dtype=torch.bfloat16, device=DEVICE)[..., ::2],
+            ValueError,
+            "src_cache has stride 2",
+        ),
         (
             "src_cache",
             torch.zeros(0, 4, 6).bfloat16(),

@@ -228,7 +228,7 @@ def merge_arguments() -> dict[str, torch.Tensor]:
         ("output_lse", torch.zeros(1), ValueError, r"output_lse has shape \(1,\)"),
         (
             "prefix_output",
-            torch.zeros(1, 1, 6).bfloat16()[..., ::2],
+            torch.zeros((1, 1, 6), dtype=torch.bfloat16, device=DEVICE)[..., ::2],
             ValueError,
             "prefix_output has stride 2",
         ),
