@@ -1,8 +1,4 @@
-"""The kernel that reads a paged cache, and its launch.
-
-Quantised rows are read byte by byte and decoded with integer operations: the same on every GPU and in the
-interpreter, and free of alignment rules for the packed rows.
-"""
+"""The kernel that reads a paged cache, and its launch."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.fp8 import decode_e4m3, load_bfloat16, load_float32
 from optimized.rounding import IS_INTERPRETED, round_to
 from optimized.validation import device_of, rows_are_aligned
 
@@ -74,38 +71,6 @@ def launch_gather(
             TOKENS=tokens,
             COLUMNS=columns,
         )
-
-
-@triton.jit
-def _decode_e4m3(code: tl.tensor) -> tl.tensor:
-    """uint8 bit pattern -> float32, exactly."""
-    bits = code.to(tl.int32)
-    exponent = (bits >> 3) & 15
-    mantissa = bits & 7
-    normal = ((exponent + 120) << 23) | (mantissa << 20)  # 120 moves the exponent bias from 7 to 127
-    subnormal = (mantissa.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)  # 2^-9
-    magnitude = tl.where(exponent == 0, subnormal, normal)
-    magnitude = tl.where((bits & 127) == 127, 0x7FC00000, magnitude)
-    # the sign is set as a bit: compiled Triton negates as 0 - x, which loses the sign of zero
-    return (magnitude | ((bits & 128) << 24)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _load_float32(ptrs: tl.tensor, live: tl.tensor) -> tl.tensor:
-    """Little-endian float32 from four bytes at any address."""
-    bits = tl.load(ptrs, mask=live, other=0).to(tl.uint32)
-    bits = bits | (tl.load(ptrs + 1, mask=live, other=0).to(tl.uint32) << 8)
-    bits = bits | (tl.load(ptrs + 2, mask=live, other=0).to(tl.uint32) << 16)
-    bits = bits | (tl.load(ptrs + 3, mask=live, other=0).to(tl.uint32) << 24)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _load_bfloat16(ptrs: tl.tensor, live: tl.tensor) -> tl.tensor:
-    """Little-endian bfloat16 from two bytes at any address, as float32."""
-    bits = tl.load(ptrs, mask=live, other=0).to(tl.uint32) << 16
-    bits = bits | (tl.load(ptrs + 1, mask=live, other=0).to(tl.uint32) << 24)
-    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit(
@@ -175,10 +140,10 @@ def gather_cache_kernel(
             tl.store(dst_rows + column, tl.load(src_rows + column, mask=live, other=0), mask=live)
         else:
             if FORMAT == "fp8_e4m3":
-                value = _decode_e4m3(tl.load(src_rows + column, mask=live, other=0)) * scale
+                value = decode_e4m3(tl.load(src_rows + column, mask=live, other=0)) * scale
             elif first < _LATENT:
-                tile_scale = _load_float32(src_rows + (_SCALES_AT + first // _TILE * 4), exists[:, None])
-                value = _decode_e4m3(tl.load(src_rows + column, mask=live, other=0)) * tile_scale
+                tile_scale = load_float32(src_rows + (_SCALES_AT + first // _TILE * 4), exists[:, None])
+                value = decode_e4m3(tl.load(src_rows + column, mask=live, other=0)) * tile_scale
             else:
-                value = _load_bfloat16(src_rows + _ROPE_AT + 2 * (column - _LATENT), live)
+                value = load_bfloat16(src_rows + _ROPE_AT + 2 * (column - _LATENT), live)
             tl.store(dst_rows + column, round_to(value, dst_ptr.dtype.element_ty), mask=live)

@@ -8,9 +8,7 @@ where an operation costs tens of microseconds whatever its size, tiles carry a l
 import triton
 import triton.language as tl
 
-from optimized.gather_kernel import _decode_e4m3 as decode_e4m3
-from optimized.gather_kernel import _load_bfloat16 as load_bfloat16
-from optimized.gather_kernel import _load_float32 as load_float32
+from optimized.fp8 import decode_e4m3, load_bfloat16, load_float32
 from optimized.rounding import dot, round_to
 
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
