@@ -25,6 +25,7 @@ from harness.problems.profiles import ProfileName
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the search; default: a new one, printed.")
 @click.option("--jobs", type=click.IntRange(min=1, max=256), help="Workers; default: one a core, four a GPU.")
 @click.option("--out", type=click.Path(path_type=Path), help="Run folder; default: runs/TIME-ID here.")
+@click.option("-x", "--exit-first", is_flag=True, help="Draw no further case after the first finding.")
 @click.option("--shrink/--no-shrink", default=True, help="Make findings smaller, 30 s each at most.")
 @click.option("--json", "as_json", is_flag=True, help="Summary as one JSON object on the last line of stdout.")
 def run(
@@ -35,6 +36,7 @@ def run(
     seed: int | None,
     jobs: int | None,
     out: Path | None,
+    exit_first: bool,
     shrink: bool,
     as_json: bool,
 ) -> None:
@@ -62,6 +64,7 @@ def run(
         out=out or _new_folder(Path("runs")),
         seed=new_seed() if seed is None else seed,
         jobs=jobs or default_jobs(),
+        exit_first=exit_first,
         shrink_s=30.0 if shrink else 0.0,
     )
     try:

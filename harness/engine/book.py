@@ -31,6 +31,8 @@ class RunConfig:
     out: Path
     seed: int
     jobs: int
+    exit_first: bool = False
+    """Draw no further case after the first finding."""
     shrink_s: float = 30.0
     """Per finding; 0: findings are kept as they were found."""
     checker: str = WorkerSpec.checker
@@ -76,6 +78,7 @@ class Book:
         limit, most_time = self.config.limits.max_examples, self.config.limits.max_time_s
         with self.lock:
             over = self.stopping or (limit is not None and self.taken >= limit)
+            over = over or (self.config.exit_first and self.failing > 0)
             if over or (most_time is not None and self.search_seconds > most_time):
                 return False
             self.taken += 1

@@ -18,6 +18,8 @@ from harness.problems.problem import Chunks, DataSpec, Layout, Paging, Problem, 
 MAX_TRIES = 500
 SMALL = 16
 """Dims are cut to this before anything smaller is tried: widths below are rarely what a fault needs."""
+PLAIN_KINDS = ("all", "random")
+"""Kinds of top-k rows, the simplest first."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,12 @@ def _plain_fields(p: Problem) -> Iterator[Changes]:
     yield {"data": plain_data}
     yield {"topk": p.topk.model_copy(update=plain_topk)}
     if p.topk.rows is None:
-        for kind in ("all", "random"):
+        for kind in PLAIN_KINDS if set(p.topk.kinds) - set(PLAIN_KINDS) else PLAIN_KINDS[:1]:
             yield {"topk": p.topk.model_copy(update={"kinds": (kind,) * len(p.requests)})}
     yield {"chunks": Chunks(), "mask_workspace_words": None, "force": None}
     yield {"mask_workspace_words": None, "force": None}
-    yield {"mask_workspace_words": None, "force": "masked_remap"}
+    if p.mask_workspace_words is not None:
+        yield {"mask_workspace_words": None, "force": "masked_remap"}
     yield {"dtype": "bf16"}
     yield {"scale": 1.0}
     yield from ({"layout": p.layout.model_copy(update={f: v})} for f, v in Layout().model_dump().items())
@@ -147,8 +150,8 @@ def _small_topk(p: Problem) -> Iterator[Changes]:
 
 
 PASSES: tuple[Callable[[Problem], Iterator[Changes]], ...] = (
-    _halve_all,
     _drop_requests,
+    _halve_all,
     _small_dims,
     _plain_fields,
     _short_lengths,

@@ -75,9 +75,7 @@ def case_of(tokens: int) -> str:
         (6, Status.PASS, ""),
     ],
 )
-def test_is_whatever_a_case_does_to_its_worker_a_verdict(
-    slot: Slot, tokens: int, status: Status, message: str
-) -> None:
+def test_is_whatever_a_case_does_to_its_worker_a_verdict(slot: Slot, tokens: int, status: Status, message: str) -> None:
     record = slot.run(case_of(tokens))
     assert record.status is status
     assert message in record.message
@@ -101,7 +99,12 @@ def test_does_a_stopped_slot_abandon_the_running_case(slot: Slot) -> None:
 
 
 def test_is_a_subject_that_takes_its_process_down_refused(tmp_path: Path) -> None:
-    spec = WorkerSpec(subject="dies", scratch=str(tmp_path), resolver="engine_fakes:resolve", checker="engine_fakes:good")
+    spec = WorkerSpec(
+        subject="dies",
+        scratch=str(tmp_path),
+        resolver="engine_fakes:resolve",
+        checker="engine_fakes:good",
+    )
     slot = Slot(spec, 5.0, fork_context(PRELOAD))
     try:
         with pytest.raises(SubjectRefused, match="dies: the worker exited with code 3 while loading it"):
@@ -162,6 +165,14 @@ def test_is_a_finding_shrunk_to_the_smallest_case_that_fails(tmp_path: Path, che
     assert [(r.context_len, r.query_len) for r in finding.problem.requests] == [(0, 20)]
     assert (finding.folder / "original.json").exists()
     assert load_case(finding.folder / "case.json").problem == finding.problem
+
+
+def test_does_exit_first_end_the_search_at_the_first_finding(tmp_path: Path) -> None:
+    limits = Limits(400, 60.0, 20.0)
+    outcome = run_quietly(config(tmp_path / "run", "bad_when_long", exit_first=True, limits=limits))
+    assert outcome.exit_code == 1
+    assert outcome.book.cases < 100
+    assert outcome.book.failing <= 2, "the other shard may have had one case in flight"
 
 
 def test_does_the_run_end_when_its_time_is_over(tmp_path: Path) -> None:
