@@ -22,13 +22,7 @@ def run_markdown(run: Path) -> str:
     rows = list(read_rows(run))
     frame = tables.case_frame(rows)
     numbers = tables.summary(frame)
-    state = (
-        "interrupted"
-        if meta.interrupted
-        else "finished"
-        if meta.search_seconds is not None
-        else "not finished"
-    )
+    state = "interrupted" if meta.interrupted else "finished" if meta.search_seconds is not None else "not finished"
     lines = [
         f"# mlacheck run of {meta.subject}",
         "",
@@ -72,11 +66,8 @@ def run_markdown(run: Path) -> str:
 def markdown_table(frame: pd.DataFrame) -> str:
     """A pipe table; numbers to the right."""
     names = [str(name) for name in frame.columns]
-    rule = ["---" if frame[name].dtype == object else "---:" for name in names]
-    rows = [
-        [_cell(n, value) for n, value in zip(names, row, strict=True)]
-        for row in frame.itertuples(index=False)
-    ]
+    rule = ["---:" if pd.api.types.is_numeric_dtype(frame[name]) else "---" for name in names]
+    rows = [[_cell(n, value) for n, value in zip(names, row, strict=True)] for row in frame.itertuples(index=False)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (names, rule, *rows))
 
 

@@ -25,8 +25,10 @@ from harness.engine.book import Book, RunConfig
 from harness.engine.driver import Broken, Case, Finished, Search, Shrink, drive
 from harness.engine.journal import Journal
 from harness.engine.pool import MAX_LOG_BYTES, Slot, Stopped, fork_context, gpu_count
-from harness.engine.worker import SubjectRefused, WorkerSpec
+from harness.engine.worker import MUTANT_PREFIX, SubjectRefused, WorkerSpec, mutant_name
 from harness.findings.store import Finding, FindingStore, fingerprint
+from harness.mutants.mutant import MutantError
+from harness.mutants.patch import find_mutant
 from harness.problems.features import FEATURES
 from harness.problems.problem import Problem
 from reports.records import CaseRecord
@@ -92,6 +94,11 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
     """
     if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
         raise CannotRun(f"--out {config.out}: must be a folder that does not exist yet or is empty")
+    if config.subject.startswith(MUTANT_PREFIX):
+        try:
+            find_mutant(mutant_name(config.subject))
+        except MutantError as error:
+            raise CannotRun(str(error)) from None
     observer.starting(config)
     context = fork_context(config.preload)
     scratch = tempfile.mkdtemp(prefix="mlacheck-")

@@ -51,6 +51,11 @@ class SubjectRefused(Exception):  # noqa: N818 - the word that the user reads
 _loaded: dict[WorkerSpec, Callable[[Problem, str], CaseRecord]] = {}
 
 
+def mutant_name(subject: str) -> str:
+    """Name of the mutant in `mutant:NAME` or `mutant:NAME@ATTENTION`."""
+    return subject.removeprefix(MUTANT_PREFIX).partition("@")[0]
+
+
 def _named(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
@@ -70,7 +75,7 @@ def _load(spec: WorkerSpec) -> Callable[[Problem, str], CaseRecord]:
         visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[spec.gpu] if visible else str(spec.gpu)
     if spec.subject.startswith(MUTANT_PREFIX):
-        _named("harness.mutants.patch:install")(spec.subject.removeprefix(MUTANT_PREFIX).partition("@")[0])
+        _named("harness.mutants.patch:install")(mutant_name(spec.subject))
     checker: Callable[[Problem, str], CaseRecord] = _named(spec.checker)
     _named(spec.resolver)(spec.subject)
     if "torch" in sys.modules:

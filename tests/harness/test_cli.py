@@ -1,0 +1,151 @@
+"""Does each command do what it says, with the right exit code, from any working folder?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import engine_fakes
+import pytest
+
+NEEDED_KEYS = {
+    "cases",
+    "passed",
+    "findings",
+    "vacuous",
+    "not_run",
+    "seconds",
+    "cases_per_second",
+    "worst_margin_out",
+    "worst_margin_lse",
+    "paths",
+}
+PLANTED = (
+    ("mask_bit31_lost", "mask"),
+    ("chunk_key_start_off_by_one", "chunk_loop"),
+    ("merge_base2", "merge"),
+)
+
+
+def mlacheck(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, as a user would."""
+    command = [sys.executable, "-m", "harness.cli", *args]
+    env = os.environ | {"COLUMNS": "200"}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_does_a_run_of_our_kernels_end_clean_with_one_json_line(tmp_path: Path) -> None:
+    done = mlacheck(tmp_path, "run", "--max-examples", "8", "--seed", "1", "--jobs", "1", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = last_json(done)
+    assert set(numbers) >= NEEDED_KEYS
+    assert numbers["cases"] == numbers["passed"] + numbers["not_run"] == 8
+    assert numbers["findings"] == 0
+    assert {"dense", "no_context", "global_mask", "remap", "mqa", "mask_single", "mask_many"} <= set(numbers["paths"])
+    assert sum(numbers["paths"].values()) >= 8
+    assert 0 < numbers["worst_margin_out"] <= 1
+    (run,) = (tmp_path / "runs").iterdir()
+    assert Path(numbers["run"]) == run
+    assert {"journal.jsonl", "run.json", "report.md", "summary.json"} <= {path.name for path in run.iterdir()}
+    assert "8 cases: 8 passed" in (run / "report.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "stage"), PLANTED)
+def test_is_a_planted_fault_found_named_and_replayed_elsewhere(tmp_path: Path, name: str, stage: str) -> None:
+    work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
+    work.mkdir()
+    elsewhere.mkdir()
+    done = mlacheck(work, "run", "--subject", f"mutant:{name}", "--seed", "1", "-x", "--no-shrink", "--json")
+    assert done.returncode == 1, done.stdout + done.stderr
+    numbers = last_json(done)
+    finding = numbers["finding_list"][0]
+    assert finding["stage"] == stage
+    assert finding["replay"] in done.stderr, "people must see the line too"
+    program, command, case = finding["replay"].split(" ", 2)
+    assert (program, command) == ("mlacheck", "replay")
+    again = mlacheck(elsewhere, "replay", case, "--json")
+    assert again.returncode == 1, again.stdout + again.stderr
+    answer = last_json(again)
+    assert (answer["same_verdict"], answer["same_tensors"], answer["stage"]) == (True, True, stage)
+    healthy = mlacheck(elsewhere, "replay", case, "--subject", "ours[triton]")
+    assert healthy.returncode == 0, healthy.stdout + healthy.stderr
+    assert "same as stored" in healthy.stdout
+    assert list(elsewhere.iterdir()) == [], "a replay writes nothing"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("run", "--subject", "nobody"), "no subject is called 'nobody'"),
+        (("run", "--subject", "mutant:nobody"), "no mutant is called 'nobody'"),
+        (("run", "--out", "."), "--out"),
+        (("replay", "missing.json"), "missing.json: no such case file"),
+        (("replay", "bad.json"), "bad.json"),
+        (("replay", "outside.json"), "topk.rows"),
+        (("shrink", "bad.json"), "bad.json"),
+        (("report", "nowhere"), "nowhere: not a run folder"),
+    ],
+)
+def test_is_bad_input_one_clear_line_and_exit_code_two(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
+    (tmp_path / "bad.json").write_text('{"format": "mlacheck-case", "requests": 7}')
+    case = json.loads(engine_fakes.problem((0, 2)).to_json())
+    case["topk"]["rows"] = [[0]]
+    (tmp_path / "outside.json").write_text(json.dumps(case))
+    before = sorted(tmp_path.rglob("*"))
+    done = mlacheck(tmp_path, *args)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("mlacheck: ")
+    assert message in last
+    assert "Traceback" not in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before, "nothing may be written"
+
+
+@pytest.mark.parametrize("option", [("--profile", "huge"), ("--max-examples", "0"), ("--max-time", "-1")])
+def test_is_an_illegal_option_refused(tmp_path: Path, option: tuple[str, str]) -> None:
+    done = mlacheck(tmp_path, "run", *option)
+    assert done.returncode == 2
+    assert option[0] in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "member"),
+    [("subjects", "ours[triton]"), ("stages", "merge"), ("mutants", "mask_bit31_lost")],
+)
+def test_do_lists_name_what_there_is(tmp_path: Path, what: str, member: str) -> None:
+    names = [row["name"] for row in last_json(mlacheck(tmp_path, "list", what, "--json"))[what]]
+    assert member in names
+    table = mlacheck(tmp_path, "list", what)
+    assert table.returncode == 0
+    assert member in table.stdout
+
+
+def test_are_findings_of_all_runs_listed(tmp_path: Path) -> None:
+    from harness.findings.store import FindingStore
+
+    case = engine_fakes.problem((0, 25))
+    store = FindingStore(tmp_path / "runs" / "r1" / "findings", {})
+    finding = store.add(engine_fakes.bad_when_long(case, "fake"), case)
+    assert finding is not None
+    (row,) = last_json(mlacheck(tmp_path, "list", "findings", "--json"))["findings"]
+    assert (row["id"], row["state"], row["count"], row["run"]) == (finding.id, "open", 1, "r1")
+
+
+def test_is_the_command_line_light(tmp_path: Path) -> None:
+    code = (
+        "import sys, harness.cli, harness.engine.search, harness.display;"
+        "heavy = {'torch', 'triton', 'optimized', 'pandas'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
