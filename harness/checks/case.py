@@ -10,8 +10,10 @@ import torch
 from harness.checks.facts import Facts
 from harness.checks.guards import same_bits
 from harness.checks.link import first_bad
+from harness.checks.localize import explain_attend
 from harness.checks.power import power_shares, vacuous_classes
 from harness.checks.prefill import check_fed, check_raw, check_result_shape, requests_of
+from harness.checks.readout import Attend
 from harness.checks.verdict import failed, passed
 from harness.checks.walk_mha import MhaWalk
 from harness.checks.walk_mqa import MqaWalk
@@ -19,6 +21,7 @@ from harness.problems.problem import Problem
 from harness.problems.tensors import Inputs, build_inputs, tensor_hash
 from harness.subjects.base import NotRunnable, PrefillOutcome, PrefillSubject
 from harness.subjects.registry import resolve
+from optimized.trace import AttendEvent, Trace
 from reports.records import CaseRecord, CheckRecord, Status
 
 REPEAT_EVERY = 4
@@ -73,14 +76,14 @@ def _judge(problem: Problem, subject: PrefillSubject, inputs: Inputs, record: Ca
         message = "a masked path was forced although its masks do not fit the workspace: ValueError expected"
         return [failed("dispatch", "dispatch.refusal", message), *guards]
     facts = Facts(problem, inputs, subject.contract)
-    checks = _stages(facts, outcome, record)
+    checks = _stages(facts, outcome, record, getattr(subject, "attend", None))
     checks += guards
     if int(problem.case_id, 16) % REPEAT_EVERY == 0 and first_bad(checks) is None:
         checks += _repeat(problem, subject, outcome)
     return checks
 
 
-def _stages(facts: Facts, outcome: PrefillOutcome, record: CaseRecord) -> list[CheckRecord]:
+def _stages(facts: Facts, outcome: PrefillOutcome, record: CaseRecord, attend: Attend | None) -> list[CheckRecord]:
     problem, trace = facts.problem, outcome.trace
     wrong = check_result_shape(facts, outcome.out, outcome.lse)
     if wrong is not None:
@@ -96,6 +99,7 @@ def _stages(facts: Facts, outcome: PrefillOutcome, record: CaseRecord) -> list[C
         else:
             checks.append(passed("dispatch", "dispatch.path"))
         checks += (MqaWalk if path == "mqa" else MhaWalk)(facts, trace).run()
+        checks = _explained(checks, trace, attend)
     if first_bad(checks) is not None:
         return checks
     dims = problem.dims
@@ -108,6 +112,17 @@ def _stages(facts: Facts, outcome: PrefillOutcome, record: CaseRecord) -> list[C
         record.vacuous = vacuous_classes(record.power)
     checks += check_raw(facts, out, outcome.lse, path=expected)
     return checks
+
+
+def _explained(checks: list[CheckRecord], trace: Trace, attend: Attend | None) -> list[CheckRecord]:
+    """The first wrong attention call with its wrong key named, where the subject offers the call alone."""
+    bad = first_bad(checks)
+    if bad is None or bad.stage != "attend" or attend is None:
+        return checks
+    event = next((event for event in trace.of(AttendEvent) if event.call == bad.place.call), None)
+    if event is None:
+        return checks
+    return [explain_attend(check, event, attend) if check is bad else check for check in checks]
 
 
 def _guard_records(subject: PrefillSubject, inputs: Inputs, before: dict[str, torch.Tensor]) -> list[CheckRecord]:

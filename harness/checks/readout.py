@@ -128,12 +128,18 @@ class SetDifference:
         """The first key in question."""
         return min([*self.missed, *self.attended])
 
-    def describe(self) -> str:
-        """`row 17 attended key 513 (word 16, bit 1), missed key 31 (word 0, bit 31)`."""
+    def describe(self, key_start: int = 0) -> str:
+        """`row 17 attended key 513 (word 16, bit 1), missed key 31 (word 0, bit 31)`.
+
+        Words and bits are those of a mask in which this segment begins at bit `key_start`.
+        """
         parts = []
         for verb, keys in (("attended", self.attended), ("missed", self.missed)):
             if keys:
-                named = ", ".join(f"key {key} (word {key // WORD_BITS}, bit {key % WORD_BITS})" for key in keys[:3])
+                named = ", ".join(
+                    f"key {key} (word {(key + key_start) // WORD_BITS}, bit {(key + key_start) % WORD_BITS})"
+                    for key in keys[:3]
+                )
                 more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
                 parts.append(f"{verb} {named}{more}")
         return f"row {self.row} {', '.join(parts)} ({self.wrong_rows} wrong rows)"

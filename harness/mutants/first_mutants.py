@@ -40,4 +40,17 @@ FIRST_MUTANTS = (
             "    suffix_lse = 1.4426950408889634 * _load_lse(",
         ),
     ),
+    mutant(
+        "mask_read_one_word",
+        "own",
+        "mask_mod",
+        "MASKMOD",
+        "attend.out",
+        "An unaligned key start reads one word of the mask where 32 keys straddle two.",
+        (
+            "attention/mha_kernels.py",
+            "return (low >> shift) | ((high << 1) << (31 - shift))",
+            "return low >> shift",
+        ),
+    ),
 )

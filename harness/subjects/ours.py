@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from harness.problems.tensors import Inputs
 from harness.problems.workspace import DEFAULT_MASK_WORKSPACE_WORDS, mask_words
 from harness.subjects.base import NotRunnable, PrefillOutcome
 from harness.subjects.contract import Contract
+from optimized.attention.api import masked_mha
 from optimized.attention.fa4 import fa4_available
 from optimized.metadata import PrefillMetadata, build_prefill_metadata
 from optimized.sparse_mla import SparseMLAImpl
@@ -28,6 +30,10 @@ class OurLayer:
         self.contract = Contract(numerics=_numerics(attention))
         self.mask_guard: GuardedBuffer | None = None
         """The mask workspace of the last call, for the guards."""
+
+    def attend(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """One attention call alone (`readout.Attend`)."""
+        return masked_mha(self.attention, *args, **kwargs)
 
     def require_runnable(self) -> None:
         """Raise NotRunnable where this machine cannot run the attention kernel."""

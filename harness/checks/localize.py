@@ -1,0 +1,71 @@
+"""From a wrong attention call to its cause: did it attend the wrong keys, or compute the right ones wrongly?
+
+The call is repeated as a naming read-out (`readout.py`) with the same structure and mask. If the named sets differ
+from the mask, the kernel or its mask mod read the mask wrongly, and row, key, word and bit are known; if they
+agree, the fault is in the arithmetic.
+"""
+
+from __future__ import annotations
+
+from harness.checks.attend import allowed_of_call
+from harness.checks.readout import Attend, AttendShape, first_difference, name_attended
+from optimized.trace import AttendEvent
+from reports.records import CheckRecord
+
+MAX_READOUT_LAUNCHES = 64
+
+
+def shape_of(event: AttendEvent) -> AttendShape:
+    """The structure of a traced call."""
+    return AttendShape(
+        cu_seqlens_q=event.cu_seqlens_q,
+        cu_seqlens_k=event.cu_seqlens_k,
+        max_seqlen_q=event.max_seqlen_q,
+        max_seqlen_k=event.max_seqlen_k,
+        heads=event.q.shape[1],
+        qk_width=event.q.shape[2],
+        v_width=event.v.shape[2],
+        dtype=event.q.dtype,
+        device=event.q.device,
+        scale=event.scale,
+        mask=event.mask,
+        offset=event.offset,
+        causal=event.causal,
+    )
+
+
+def explain_attend(record: CheckRecord, event: AttendEvent, attend: Attend) -> CheckRecord:
+    """The failed record of a traced call, with the wrong key named where a read-out shows one.
+
+    A read-out that fails itself (the kernel crashes or refuses) leaves the record as it is.
+    """
+    shape = shape_of(event)
+    if event.max_seqlen_k > MAX_READOUT_LAUNCHES * shape.heads * shape.v_width:
+        return record
+    try:
+        named = name_attended(attend, shape)
+    except Exception as error:
+        return record.model_copy(update={"message": f"{record.message}; the read-out failed: {error}"})
+    for request, attended in enumerate(named):
+        difference = first_difference(attended, allowed_of_call(event, request))
+        if difference is None:
+            continue
+        start = event.key_starts[request] if event.key_starts is not None else 0
+        key = difference.key
+        place = record.place.model_copy(
+            update={
+                "request": event.first_request + request,
+                "row": difference.row,
+                "token": event.first_token + event.cu_seqlens_q[request] + difference.row,
+                "key": key,
+                "word": (key + start) // 32,
+                "bit": (key + start) % 32,
+                "head": None,
+                "column": None,
+            }
+        )
+        stage = "mask_mod" if event.mask is not None else record.stage
+        message = f"{event.call}, request {place.request}: {difference.describe(start)}; {record.message}"
+        return record.model_copy(update={"stage": stage, "place": place, "message": message})
+    note = "; every row attended exactly its keys: the arithmetic is wrong (scores, exponentials, P, V or stores)"
+    return record.model_copy(update={"message": record.message + note})
