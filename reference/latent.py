@@ -36,8 +36,9 @@ def read_cache_rows(
     num_blocks, block_size = cache.shape[0], cache.shape[1]
     positions = torch.arange(start, start + length, device=cache.device)
     blocks = block_table_row.to(cache.device, torch.int64)[positions // block_size]
-    if length and not bool(((blocks >= 0) & (blocks < num_blocks)).all()):
-        raise ValueError(f"block_table names block {blocks.tolist()}, ids must lie in [0, {num_blocks})")
+    outside = blocks[(blocks < 0) | (blocks >= num_blocks)]
+    if len(outside):
+        raise ValueError(f"block_table names block {int(outside[0])}, ids must lie in [0, {num_blocks})")
     entries = cache[blocks, positions % block_size]
     if kv_cache_dtype == "auto":
         return entries
