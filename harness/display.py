@@ -62,10 +62,7 @@ class Display(Observer):
 
     def shrunk(self, finding: Finding, tries: int) -> None:
         """What shrinking came to."""
-        problem = finding.problem
-        size = f"{len(problem.requests)} requests, {problem.num_tokens} query tokens, "
-        size += f"{sum(problem.seq_lens)} keys"
-        self._console.print(f"shrunk {finding.id} in {tries} tries: {size}")
+        self._console.print(f"shrunk {finding.id} in {tries} tries: {finding.size}")
 
     def tick(self, book: Book) -> None:
         """Show the counts."""

@@ -15,10 +15,11 @@ from harness.engine.worker import HARNESS_STAGE
 from harness.findings.store import Finding
 from reports import tables
 from reports.finding import headline, place_text, terms_text
+from reports.records import Status
 from reports.runs import RunMeta
 
 MAX_CHECKS_SHOWN = 4
-MAX_HARNESS_ERRORS_SHOWN = 3
+MAX_REASONS_SHOWN = 3
 
 
 def print_summary(
@@ -46,8 +47,11 @@ def print_summary(
     for trace in outcome.book.broken:
         out.print(f"the harness failed:\n{trace}", style="red")
     errors = frame.loc[frame["stage"] == HARNESS_STAGE, "message"].drop_duplicates()
-    for message in errors.head(MAX_HARNESS_ERRORS_SHOWN):
+    for message in errors.head(MAX_REASONS_SHOWN):
         out.print(f"the harness failed on a case: {message}", style="red")
+    reasons = frame.loc[(frame["status"] == Status.NOT_RUN.value) & frame["stage"].isna(), "message"]
+    for message in reasons.drop_duplicates().head(MAX_REASONS_SHOWN):
+        out.print(f"not run: {message}", soft_wrap=True)
     for line in _verdict(tables.summary(frame), meta, outcome):
         out.print(line, soft_wrap=True)
 
@@ -57,8 +61,8 @@ def _verdict(numbers: dict[str, Any], meta: RunMeta, outcome: Outcome) -> list[s
     interrupted = ", interrupted" if outcome.interrupted else ""
     return [
         f"{numbers['cases']} cases: {numbers['passed']} passed, {numbers['failing']} failing "
-        f"({len(outcome.book.store.findings)} findings), {numbers['not_run']} not run; "
-        f"{numbers['vacuous']} had no power for some fault class",
+        f"({len(outcome.book.store.findings)} findings), {numbers['vacuous']} vacuous, "
+        f"{numbers['not_run']} not run; {numbers['without_power']} had little power for some fault class",
         f"two or more chunks {numbers['many_chunks_share']:.0%}, "
         f"published dims {numbers['published_dims_share']:.0%}; worst err/tol: "
         f"out {_cell('', numbers['worst_margin_out'])}, LSE {_cell('', numbers['worst_margin_lse'])}",
@@ -80,6 +84,7 @@ def _print_finding(out: Console, finding: Finding) -> None:
         out.print(f"  {check.check}: {'; '.join(parts) or check.status.value}", soft_wrap=True)
         if check.terms:
             out.print(f"    the tolerance there: {terms_text(check.terms)}")
+    out.print(f"  the case: {finding.size}")
     out.print(f"  {finding.replay_line}\n", soft_wrap=True)
 
 

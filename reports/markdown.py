@@ -27,7 +27,8 @@ def run_markdown(run: Path) -> str:
         f"# mlacheck run of {meta.subject}",
         "",
         f"{numbers['cases']} cases: {numbers['passed']} passed, {numbers['failing']} failing, "
-        f"{numbers['not_run']} not run; {numbers['vacuous']} had no power for some fault class.",
+        f"{numbers['vacuous']} vacuous, {numbers['not_run']} not run; "
+        f"{numbers['without_power']} had little power for some fault class.",
         "",
         f"- profile {meta.profile}, seed {meta.seed}, {meta.jobs} workers, started {meta.started}, {state}",
     ]

@@ -127,8 +127,8 @@ def vacuous_table(frame: pd.DataFrame) -> pd.DataFrame:
 def summary(frame: pd.DataFrame) -> dict[str, Any]:
     """The numbers of a run that do not depend on the clock.
 
-    `passed` are PASS and WATCH; `vacuous` are cases that had no power for at least one (check, fault class),
-    which may well be passed otherwise.
+    Every case is `passed` (PASS, WATCH), `failing`, `vacuous` (it could not have shown any fault) or `not_run`.
+    `without_power` are cases that had too little power for at least one (check, fault class).
     """
     paths = path_table(frame).set_index("name")["cases"]
     status = frame["status"]
@@ -137,8 +137,9 @@ def summary(frame: pd.DataFrame) -> dict[str, Any]:
         "cases": len(frame),
         "passed": int(status.isin(_PASSED).sum()),
         "failing": int(status.isin(_FINDINGS).sum()),
-        "vacuous": int((frame["vacuous"].str.len() > 0).sum() + (status == Status.VACUOUS.value).sum()),
+        "vacuous": int((status == Status.VACUOUS.value).sum()),
         "not_run": int((status == Status.NOT_RUN.value).sum()),
+        "without_power": int((frame["vacuous"].str.len() > 0).sum()),
         "worst_margin_out": _worst(frame["margin_out"]),
         "worst_margin_lse": _worst(frame["margin_lse"]),
         "paths": {str(name): int(cases) for name, cases in paths.items()},

@@ -63,11 +63,12 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """0 clean, 1 findings, 2 not got through: nothing ran, the harness failed, interrupted."""
+        """0 clean, 1 findings, 2 not got through: no case ran, the harness failed, interrupted."""
         book = self.book
         if book.failing:
             return 1
-        return 2 if book.broken or book.harness_errors or self.interrupted or not book.cases else 0
+        nothing = book.not_run == book.cases
+        return 2 if book.broken or book.harness_errors or self.interrupted or nothing else 0
 
 
 class Observer:

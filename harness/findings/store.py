@@ -102,6 +102,12 @@ class Finding:
         return self.folder.name
 
     @property
+    def size(self) -> str:
+        """How large the case is, in words."""
+        p = self.problem
+        return f"{len(p.requests)} requests, {p.num_tokens} query tokens, {sum(p.seq_lens)} keys"
+
+    @property
     def replay_line(self) -> str:
         """The command that reproduces it from any working folder."""
         return f"mlacheck replay {self.folder.resolve() / 'case.json'}"

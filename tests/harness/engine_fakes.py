@@ -111,3 +111,8 @@ def slow(case: Problem, subject: str) -> CaseRecord:
 def buggy(case: Problem, subject: str) -> CaseRecord:
     """A judge with a bug."""
     raise KeyError("a bug of the judge")
+
+
+def not_here(case: Problem, subject: str) -> CaseRecord:
+    """A subject that needs another machine."""
+    return CaseRecord(case_id=case.case_id, subject=subject, status=Status.NOT_RUN, message="no CUDA GPU")

@@ -206,6 +206,12 @@ def test_are_bugs_of_the_harness_not_blamed_on_the_subject(tmp_path: Path) -> No
     assert not outcome.book.store.findings
 
 
+def test_is_a_run_in_which_nothing_could_run_no_success(tmp_path: Path) -> None:
+    outcome = run_quietly(config(tmp_path / "run", "not_here"))
+    assert outcome.book.not_run == 40
+    assert outcome.exit_code == 2
+
+
 def test_does_a_broken_strategy_end_the_run_with_its_traceback(tmp_path: Path) -> None:
     outcome = run_quietly(config(tmp_path / "run", strategy="engine_fakes:broken_cases"))
     assert outcome.exit_code == 2

@@ -20,17 +20,19 @@ ROWS = [
     row("b", paths=["remap", "mask_many"], chunks=3, status=Status.WATCH, margin_out=0.9, source="azure:7"),
     row("c", paths=["remap"], chunks=2, status=Status.FAIL, stage="merge", margin_out=7.0, margin_lse=0.2),
     row("d", status=Status.NOT_RUN, features=["dims:published"], vacuous=["lse/dropped"]),
+    row("v", status=Status.VACUOUS),
     row("e", status=Status.CRASH, power={"dropped": 0.25}, source="azure:9"),
 ]
 
 
 def test_does_the_summary_count_every_case_once() -> None:
     numbers = tables.summary(tables.case_frame(ROWS))
-    assert numbers["cases"] == 5
+    assert numbers["cases"] == 6
     assert (numbers["passed"], numbers["failing"], numbers["not_run"], numbers["vacuous"]) == (2, 2, 1, 1)
+    assert numbers["without_power"] == 1
     assert (numbers["worst_margin_out"], numbers["worst_margin_lse"]) == (7.0, 0.2)
-    assert numbers["statuses"] == {"PASS": 1, "WATCH": 1, "FAIL": 1, "NOT_RUN": 1, "CRASH": 1}
-    assert (numbers["many_chunks_share"], numbers["published_dims_share"]) == (0.4, 0.2)
+    assert numbers["statuses"] == {"PASS": 1, "WATCH": 1, "FAIL": 1, "NOT_RUN": 1, "VACUOUS": 1, "CRASH": 1}
+    assert (numbers["many_chunks_share"], numbers["published_dims_share"]) == (0.3333, 0.1667)
     assert numbers["power"] == {"dropped": 0.25}
 
 
@@ -54,7 +56,7 @@ def test_does_an_empty_run_have_a_summary() -> None:
 def test_does_the_path_table_show_the_worst_margin_of_each_path() -> None:
     table = tables.path_table(tables.case_frame(ROWS)).set_index("name")
     assert table.loc["remap", "worst_out"] == 7.0
-    assert table.loc["remap", "share"] == pytest.approx(0.4)
+    assert table.loc["remap", "share"] == pytest.approx(1 / 3)
     assert table.loc["mqa", "cases"] == 0
 
 
@@ -81,4 +83,4 @@ def test_are_stages_judged_by_their_worst_check() -> None:
 
 def test_are_sources_grouped_by_what_stands_before_the_colon() -> None:
     table = tables.source_table(tables.case_frame(ROWS)).set_index("name")
-    assert dict(table["cases"]) == {"drawn": 3, "azure": 2}
+    assert dict(table["cases"]) == {"drawn": 4, "azure": 2}
