@@ -76,7 +76,7 @@ from torch import Tensor
 from reference.bound_rows import InputError, Problem, judge_rows
 from reference.numerics import Numerics
 
-_BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+_BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def attend_reference(
     used = allowed.any(dim=0)[:, None, None]
     problem = Problem(
         q=q.double().transpose(0, 1),
-        k=k.double().where(used, 0.0).transpose(0, 1),
+        k=k.double().where(used, 0.0).permute(1, 2, 0),
         v=v.double().where(used, 0.0).transpose(0, 1),
         allowed=allowed,
         scale=scale,

@@ -4,6 +4,7 @@ Inside this module tensors are heads first: `[H, n, K]` per key, `[H, n]` per ro
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,17 +35,35 @@ class InputError:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One request, float64: q `[H, n, D]`, k `[H or 1, K, D]`, v `[H or 1, K, Dv]`, allowed `[n, K]`."""
+    """One request, float64, heads first: q `[H, n, D]`, k `[H or 1, D, K]`, v `[H or 1, K, Dv]`."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     allowed: Tensor
+    """bool `[n, K]`"""
     scale: float
     numerics: Numerics
     segments: list[tuple[int, int]]
     slots: int | None
     error: InputError
+
+    @cached_property
+    def k_size(self) -> Tensor:
+        return self.k.abs()
+
+    @cached_property
+    def v_size(self) -> Tensor:
+        return self.v.abs()
+
+    @cached_property
+    def v_square(self) -> Tensor:
+        return self.v.square()
+
+    @cached_property
+    def v_largest(self) -> Tensor:
+        """`[H or 1, 1, Dv]`"""
+        return self.v_size.amax(dim=1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -101,7 +120,7 @@ class _Sums:
 def judge_rows(problem: Problem, rows: slice) -> RowResult:
     """The exact answer of these query rows and the terms of its bound."""
     allowed, q = problem.allowed[rows], problem.q[:, rows]
-    product, squares, ends = terms.first_product(q, problem.k.transpose(1, 2))
+    product, squares, ends = terms.first_product(q, problem.k, problem.k_size)
     scores = (problem.scale * product).masked_fill(~allowed, -torch.inf)
     top = scores.amax(dim=-1, keepdim=True)
     top = top.where(top != -torch.inf, 0.0)
@@ -116,7 +135,7 @@ def judge_rows(problem: Problem, rows: slice) -> RowResult:
     lse_terms = {**sums.lse_terms(), "merge": merge_lse}
     out_terms = _output_terms(problem, allowed, keys, out, sums)
     out_terms |= {"merge": merge_out, "stores": stores}
-    reach = problem.v.abs().amax(dim=1, keepdim=True) * allowed.sum(dim=-1)[:, None]
+    reach = problem.v_largest * allowed.sum(dim=-1)[:, None]
     reach = reach * torch.exp((top.squeeze(-1) - lse).clamp(max=0))[..., None]
     out_terms["floor"] = problem.numerics.tiny * ((2 * calls + 2)[..., None] + reach)
     if keys.ds_input is not None:
@@ -148,7 +167,7 @@ def _key_errors(problem: Problem, rows: slice, scores: Tensor, p: Tensor, square
 
 def _input_errors(problem: Problem, rows: slice, in_cell: Tensor) -> Tensor | None:
     """Effect on each score of the rounding that q and k carry, `[H, n, K]`; None if they carry none."""
-    error, q, k = problem.error, problem.q[:, rows], problem.k.transpose(1, 2)
+    error, q, k = problem.error, problem.q[:, rows], problem.k
     parts = []
     if error.rounded_dims:
         q_part, k_part = q[..., : error.rounded_dims], k[:, : error.rounded_dims]
@@ -156,7 +175,7 @@ def _input_errors(problem: Problem, rows: slice, in_cell: Tensor) -> Tensor | No
         spread = LAM / 3**0.5 * (in_cell * matmul(q_part.square(), k_part.square())).sqrt()
         parts.append(problem.numerics.u16 * torch.minimum(worst, spread))
     if error.query_error is not None:
-        parts.append(matmul(error.query_error[rows].transpose(0, 1), k.abs()))
+        parts.append(matmul(error.query_error[rows].transpose(0, 1), problem.k_size))
     if error.key_error is not None:
         parts.append(matmul(q.abs(), error.key_error.permute(1, 2, 0)))
     if not parts:
@@ -230,9 +249,9 @@ def _one_call(problem: Problem, allowed: Tensor, keys: _Keys, part: slice, lse: 
 
 def _output_terms(problem: Problem, allowed: Tensor, keys: _Keys, out: Tensor, sums: _Sums) -> dict[str, Tensor]:
     """Terms of the output that do not depend on the segments."""
-    u16, p, v_size = problem.numerics.u16, keys.p, problem.v.abs()
+    u16, p, v_size = problem.numerics.u16, keys.p, problem.v_size
     size = matmul(p, v_size)  # sum p |v|
-    spread = LAM * u16 / 3**0.5 * matmul(keys.in_cell * p.square(), v_size.square()).sqrt()
+    spread = LAM * u16 / 3**0.5 * matmul(keys.in_cell * p.square(), problem.v_square).sqrt()
     rounding = torch.minimum(u16 * size, spread)
 
     def of_scores(ds: Tensor) -> Tensor:

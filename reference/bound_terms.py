@@ -132,8 +132,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
-def first_product(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`q . k` of q `[H, n, D]`, k `[H or 1, D, K]`, and what its float32 accumulation is made of, each `[H, n, K]`.
+def first_product(q: Tensor, k: Tensor, k_size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`q . k` of q `[H, n, D]` and k `[H or 1, D, K]` (k_size: `|k|`), and its partial sums; all `[H, n, K]`.
 
     Returns the product, `sum_i s_i^2` over the partial sums of all D additions, and `sum_b max |s|` over the ends
     of blocks of 16 dims. Partial sums inside a block lie within `(|s_before| + |s_after| + sum |q_d k_d|) / 2`.
@@ -141,7 +141,7 @@ def first_product(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total = torch.zeros(q.shape[0], q.shape[1], k.shape[2], dtype=q.dtype, device=q.device)
     squares, ends = torch.zeros_like(total), torch.zeros_like(total)
     before = torch.zeros_like(total)
-    q_size, k_size = q.abs(), k.abs()
+    q_size = q.abs()
     for first in range(0, q.shape[2], 16):
         dims = slice(first, first + 16)
         total += matmul(q[..., dims], k[:, dims])

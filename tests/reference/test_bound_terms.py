@@ -167,7 +167,7 @@ def test_rescaled_mass_counts_every_rise_of_the_maximum(last_first: bool) -> Non
 @pytest.mark.parametrize("dim", [1, 16, 40, 192])
 def test_first_product_bounds_every_partial_sum(dim: int) -> None:
     q, k = normal(2, 3, dim, seed=6), normal(1, dim, 7, seed=7)
-    total, squares, ends = terms.first_product(q, k)
+    total, squares, ends = terms.first_product(q, k, k.abs())
     terms_of = q[..., None] * k[:, None]
     partial = terms_of.cumsum(dim=2)
     torch.testing.assert_close(total, q @ k)
