@@ -5,7 +5,7 @@ Exit codes of every command: 0 clean, 1 findings (or a replay that still fails),
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import click
 
@@ -17,8 +17,16 @@ from harness.commands.run import run
 from harness.commands.shrink import shrink
 
 
+def _version() -> str:
+    """The installed version; a plain checkout on the import path has none."""
+    try:
+        return version("mlacheck")
+    except PackageNotFoundError:
+        return "not installed"
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(version("mlacheck"), prog_name="mlacheck")
+@click.version_option(_version(), prog_name="mlacheck")
 def main() -> None:
     """Run a sparse MLA prefill beside a float64 oracle; judge every stage within a derived bound."""
 
