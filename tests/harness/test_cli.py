@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import engine_fakes
 import pytest
+
+from tests.harness import engine_fakes
 
 NEEDED_KEYS = {
     "cases",

@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import engine_fakes
 import pytest
 
 from harness.engine.book import RunConfig
@@ -21,6 +20,7 @@ from harness.engine.worker import HARNESS_STAGE, SubjectRefused, WorkerSpec
 from harness.findings.store import Finding, load_case
 from reports.records import Status
 from reports.runs import read_meta, read_rows
+from tests.harness import engine_fakes
 
 PRELOAD = ("hypothesis", "harness.engine.worker")
 
@@ -34,9 +34,9 @@ def config(out: Path, checker: str = "good", **changes: object) -> RunConfig:
         seed=1,
         jobs=2,
         shrink_s=0.0,
-        checker=f"engine_fakes:{checker}",
-        resolver="engine_fakes:resolve",
-        strategy="engine_fakes:cases",
+        checker=f"tests.harness.engine_fakes:{checker}",
+        resolver="tests.harness.engine_fakes:resolve",
+        strategy="tests.harness.engine_fakes:cases",
         preload=PRELOAD,
     )
     return replace(base, **changes)  # type: ignore[arg-type]
@@ -52,8 +52,8 @@ def slot(tmp_path: Path):
         subject="fake",
         scratch=str(tmp_path),
         log=str(tmp_path / "log"),
-        checker="engine_fakes:misbehaving",
-        resolver="engine_fakes:resolve",
+        checker="tests.harness.engine_fakes:misbehaving",
+        resolver="tests.harness.engine_fakes:resolve",
     )
     slot = Slot(spec, 1.0, fork_context(PRELOAD))
     yield slot
@@ -102,8 +102,8 @@ def test_is_a_subject_that_takes_its_process_down_refused(tmp_path: Path) -> Non
     spec = WorkerSpec(
         subject="dies",
         scratch=str(tmp_path),
-        resolver="engine_fakes:resolve",
-        checker="engine_fakes:good",
+        resolver="tests.harness.engine_fakes:resolve",
+        checker="tests.harness.engine_fakes:good",
     )
     slot = Slot(spec, 5.0, fork_context(PRELOAD))
     try:
@@ -213,7 +213,7 @@ def test_is_a_run_in_which_nothing_could_run_no_success(tmp_path: Path) -> None:
 
 
 def test_does_a_broken_strategy_end_the_run_with_its_traceback(tmp_path: Path) -> None:
-    outcome = run_quietly(config(tmp_path / "run", strategy="engine_fakes:broken_cases"))
+    outcome = run_quietly(config(tmp_path / "run", strategy="tests.harness.engine_fakes:broken_cases"))
     assert outcome.exit_code == 2
     assert "the strategy is broken" in outcome.book.broken[0]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import engine_fakes
 import pytest
 
 from harness.findings.replay import Replay, replay_case
@@ -22,6 +21,7 @@ from harness.findings.store import (
 )
 from harness.problems.problem import Problem
 from reports.records import CaseRecord, Status
+from tests.harness import engine_fakes
 
 LONG = engine_fakes.problem((0, 25))
 PRELOAD = ("hypothesis", "harness.engine.worker")
@@ -36,8 +36,8 @@ def replay(case: CaseFile, checker: str = "bad_when_long", subject: str | None =
         case,
         subject=subject,
         timeout_s=20.0,
-        checker=f"engine_fakes:{checker}",
-        resolver="engine_fakes:resolve",
+        checker=f"tests.harness.engine_fakes:{checker}",
+        resolver="tests.harness.engine_fakes:resolve",
         preload=PRELOAD,
     )
 

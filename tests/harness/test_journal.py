@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import engine_fakes
 import pytest
 
 from harness.engine.journal import Journal
 from reports.runs import RunError, read_rows
+from tests.harness import engine_fakes
 
 
 def test_is_a_record_on_disk_as_soon_as_it_is_appended(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import engine_fakes
 import pytest
 
 from harness.findings.shrink import shrink
@@ -18,6 +17,7 @@ from harness.problems.problem import (
     Request,
     TopkSpec,
 )
+from tests.harness import engine_fakes
 
 BIG = Problem(
     dims=Dims(heads=8, kv_lora_rank=512, nope=128, rope=64, v=128, topk=64, tensor_parallel_size=2),
