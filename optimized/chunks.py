@@ -128,7 +128,7 @@ def plan_context_chunks(
             room = row_budget - sum(lengths)
             taken = remaining
             if remaining > room:
-                prefix = min(room, max_context_chunk, remaining - 1)
+                prefix = min(room, max_context_chunk)  # below `remaining`: a row is left for the next chunk
                 taken = prefix - prefix % split_alignment
             if taken:
                 starts.append(done)

@@ -105,6 +105,17 @@ def test_key_and_output_offsets_past_int32_are_reached() -> None:
     assert lse.min().item() == lse.max().item() == pytest.approx(math.log(2.0), abs=1e-6)
 
 
+def test_table_offsets_past_int32_are_reached() -> None:
+    backing = torch.empty(2**31 + 1, dtype=torch.int32, device=DEVICE)
+    table = backing.as_strided((3, 1), (2**30, 1))
+    table[2, 0] = 1
+    cache = torch.arange(8, device=DEVICE).to(torch.bfloat16).view(2, 1, 4)
+    dst = torch.zeros((1, 4), dtype=torch.bfloat16, device=DEVICE)
+    cu, owner = int32([0, 0, 0, 1]), int32([2])
+    gather_and_maybe_dequant_cache(cache, dst, table, cu, owner, 1, "auto", 1.0, None)
+    assert torch.equal(dst, cache[1])
+
+
 def compiled_variants(kernel: object) -> int:
     caches = kernel.device_caches  # type: ignore[attr-defined]
     return len(caches[torch.cuda.current_device()][0])

@@ -220,15 +220,15 @@ def test_requests_may_share_blocks() -> None:
 
 
 def test_block_offsets_past_int32_are_reached() -> None:
-    """Two blocks 2^31 bytes apart; the memory between them is reserved, not touched."""
-    block_stride = 2**31 + 128
-    backing = torch.empty(block_stride + 8, dtype=torch.uint8, device=DEVICE)
-    cache = backing.as_strided((2, 1, 8), (block_stride, 8, 1))
+    """Blocks 2^30 bytes apart, the third at 2^31; the memory between them is reserved, not touched."""
+    block_stride = 2**30
+    backing = torch.empty(2 * block_stride + 8, dtype=torch.uint8, device=DEVICE)
+    cache = backing.as_strided((3, 1, 8), (block_stride, 8, 1))
     codes = torch.arange(0x30, 0x38, dtype=torch.uint8, device=DEVICE)
-    cache[1, 0] = codes
+    cache[2, 0] = codes
     dst = torch.zeros((1, 8), dtype=torch.bfloat16, device=DEVICE)
     zero = int32([0])
-    gather_and_maybe_dequant_cache(cache, dst, int32([[1]]), int32([0, 1]), zero, 1, "fp8_e4m3", 1.0, None)
+    gather_and_maybe_dequant_cache(cache, dst, int32([[2]]), int32([0, 1]), zero, 1, "fp8_e4m3", 1.0, None)
     assert torch.equal(dst[0].cpu(), E4M3_VALUES[codes.cpu().long()].bfloat16())
 
 
