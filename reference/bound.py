@@ -58,13 +58,14 @@ average, over partial sums that grow. Only segments that hold keys of the row co
 denormal probabilities and stores (fp16) and flushes to zero. Products of errors are left out: they are
 below 1e-3 of these terms (arXiv 2405.02803 follows the whole scheme).
 
-**Inputs that carry rounding** (`InputError`, for end-to-end judgement) add to dS_j, summed over p_j as it
-stands,
+**Inputs that carry rounding** (`InputError`, for end-to-end judgement) add to dS_j, summed over p_j as it stands,
 
-    u16 scale min( sum |q_d k_jd| , lam/sqrt 3 sqrt(g_j sum (q_d k_jd)^2) ) + scale sum (|q_d| dk_jd + dq_d |k_jd|)
+    u16 scale min( sum |q_d k_jd| , lam/sqrt 3 sqrt(sum h_d (q_d k_jd)^2) ) + scale sum (|q_d| dk_jd + dq_d |k_jd|)
 
-over the rounded dims, and to the output the same with V. The root of the sum of squares is taken over d
-and not over keys, because tokens repeat; `g_j` stays as a guard for keys whose own entries repeat.
+over the rounded dims, h_d the entries of the rounded vector of nearly the same size, and to the output
+`u16 sum p_j |v_jd|` and `sum p_j dv_jd`. There is no root of a sum of squares over keys: tokens repeat, also where
+their scores differ by the rope part, and then their K and V round alike. Such errors need not be small: they are
+multiplied by `exp(2 max dS)`, and capped by `max dS` for LSE and by `max |v_d| + |O_d|` for the output.
 """
 
 from collections.abc import Sequence
@@ -73,10 +74,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from reference.bound_rows import InputError, Problem, judge_rows
-from reference.numerics import Numerics
+from reference.bound_rows import LAM, InputError, Problem, judge_rows
+from reference.numerics import U32, Numerics
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
+
+
+def sum_terms(terms: dict[str, Tensor]) -> Tensor:
+    """The tolerance that named terms make."""
+    return torch.stack(list(terms.values())).sum(dim=0)
+
+
+def gemm_error(x: Tensor, w: Tensor) -> Tensor:
+    """Float32 accumulation error of `x [..., L] @ w [L, y]`."""
+    factor: float = LAM * x.shape[-1] ** 0.5 * U32
+    return factor * (x.double().abs() @ w.double().abs())
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Inside this module tensors are heads first: `[H, n, K]` per key, `[H, n]` per ro
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +23,9 @@ LN_2 = 0.6931471805599453
 class InputError:
     """Rounding that q, k, v have already suffered where the kernel reads them, for end-to-end judgement."""
 
+    rounded_factor: Literal["q", "k"] | None = None
+    """Which factor of the scores was rounded to the storage type, in its first `rounded_dims` dims."""
     rounded_dims: int = 0
-    """Leading dims of q . k in which one factor was rounded to the storage type."""
     query_error: Tensor | None = None
     """Absolute error of q `[n, H, D]`."""
     key_error: Tensor | None = None
@@ -51,6 +53,14 @@ class Problem:
     @cached_property
     def k_size(self) -> Tensor:
         return self.k.abs()
+
+    @cached_property
+    def rounded_k_square(self) -> Tensor:
+        """`k^2` of the rounded dims, `[H or 1, D', K]`; times the repeats in its key if k was rounded."""
+        k = self.k[:, : self.error.rounded_dims]
+        if self.error.rounded_factor == "q":
+            return k.square()
+        return k.square() * terms.repeats(k.transpose(1, 2), self.numerics.cell).transpose(1, 2)
 
     @cached_property
     def v_size(self) -> Tensor:
@@ -139,7 +149,8 @@ def judge_rows(problem: Problem, rows: slice) -> RowResult:
     reach = reach * torch.exp((top.squeeze(-1) - lse).clamp(max=0))[..., None]
     out_terms["floor"] = problem.numerics.tiny * ((2 * calls + 2)[..., None] + reach)
     if keys.ds_input is not None:
-        lse_terms["rounded inputs"] = _grown((p * keys.ds_input).sum(dim=-1), keys.ds_input)
+        largest = keys.ds_input.amax(dim=-1)
+        lse_terms["rounded inputs"] = torch.minimum(_grown((p * keys.ds_input).sum(dim=-1), largest), largest)
     empty = total.squeeze(-1) == 0
     return RowResult(
         out,
@@ -161,18 +172,21 @@ def _key_errors(problem: Problem, rows: slice, scores: Tensor, p: Tensor, square
         in_cell=in_cell,
         ds_random=LAM * size * squares.sqrt(),
         ds_bias=bias.where(allowed, 0.0),
-        ds_input=_input_errors(problem, rows, in_cell),
+        ds_input=_input_errors(problem, rows),
     )
 
 
-def _input_errors(problem: Problem, rows: slice, in_cell: Tensor) -> Tensor | None:
+def _input_errors(problem: Problem, rows: slice) -> Tensor | None:
     """Effect on each score of the rounding that q and k carry, `[H, n, K]`; None if they carry none."""
-    error, q, k = problem.error, problem.q[:, rows], problem.k
+    error, q = problem.error, problem.q[:, rows]
     parts = []
-    if error.rounded_dims:
-        q_part, k_part = q[..., : error.rounded_dims], k[:, : error.rounded_dims]
-        worst = matmul(q_part.abs(), k_part.abs())
-        spread = LAM / 3**0.5 * (in_cell * matmul(q_part.square(), k_part.square())).sqrt()
+    if error.rounded_factor is not None:
+        dims = slice(0, error.rounded_dims)
+        square = q[..., dims].square()
+        if error.rounded_factor == "q":
+            square = square * terms.repeats(q[..., dims], problem.numerics.cell)
+        worst = matmul(q[..., dims].abs(), problem.k_size[:, dims])
+        spread = LAM / 3**0.5 * matmul(square, problem.rounded_k_square).sqrt()
         parts.append(problem.numerics.u16 * torch.minimum(worst, spread))
     if error.query_error is not None:
         parts.append(matmul(error.query_error[rows].transpose(0, 1), problem.k_size))
@@ -183,9 +197,9 @@ def _input_errors(problem: Problem, rows: slice, in_cell: Tensor) -> Tensor | No
     return abs(problem.scale) * torch.stack(parts).sum(dim=0).masked_fill(~problem.allowed[rows], 0.0)
 
 
-def _grown(first_order: Tensor, ds: Tensor, *, keepdim: bool = False) -> Tensor:
+def _grown(first_order: Tensor, largest_ds: Tensor) -> Tensor:
     """The full effect of score errors that are not small: `exp(x) - 1 <= x exp(x)`, in weights and sum."""
-    return first_order * torch.exp(2 * ds.amax(dim=-1, keepdim=keepdim))
+    return first_order * torch.exp(2 * largest_ds)
 
 
 def _walk_segments(
@@ -268,8 +282,9 @@ def _output_terms(problem: Problem, allowed: Tensor, keys: _Keys, out: Tensor, s
     }
     error = problem.error
     if keys.ds_input is not None:
-        result["rounded inputs"] = _grown(of_scores(keys.ds_input), keys.ds_input, keepdim=True)
-    values = rounding if error.values_rounded else torch.zeros_like(rounding)
+        grown = _grown(of_scores(keys.ds_input), keys.ds_input.amax(dim=-1, keepdim=True))
+        result["rounded inputs"] = torch.minimum(grown, problem.v_largest + out.abs())
+    values = u16 * size if error.values_rounded else torch.zeros_like(size)
     if error.value_error is not None:
         values = values + matmul(p, error.value_error.transpose(0, 1))
     if error.values_rounded or error.value_error is not None:

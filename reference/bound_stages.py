@@ -1,4 +1,4 @@
-"""Answers and bounds of the other stages: merge, projection, sparse MQA, and the whole prefill.
+"""Answers and bounds of merge, projection and the whole prefill.
 
 Projection is a GEMM with float32 sums, then one rounding: `u16 |y| + lam sqrt(L) u32 sum_l |c_l| |W_ld|`
 for a sum of L products, in which no partial sum exceeds `sum |c| |W|`. A weight that selects or sign-flips
@@ -8,23 +8,30 @@ then.
 The merge of two partials as they were given, `O = sum w_c O_c` with `w_c = exp(LSE_c - LSE)`: the LSE as
 in `reference.bound`; each weight has a relative error of at most 16 u32 + 2 u32 |LSE_c - LSE|
 (subtraction, factor log2 e, exponential, sum, division), and the result is rounded once.
-
-Sparse MQA attends latent rows with q' = [q_nope W_UK | q_pe], and multiplies the latent output by W_UV.
-The rounding of P and of the scores act on `V_h(j) = W_UV,h c_j`, since W_UV is linear; the latent output
-is rounded before the GEMM.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from reference import oracle
-from reference.bound import AttendBound, AttendReference, attend_reference
-from reference.bound_rows import LAM, InputError
-from reference.latent import absorb_query, project, request_latents, split_weight
+from reference.bound import AttendBound, AttendReference, attend_reference, gemm_error, sum_terms
+from reference.bound_mqa import absorbed_reference, mqa_reference, up_projection_bound
+from reference.bound_rows import InputError
+from reference.latent import project, request_latents, split_weight
 from reference.numerics import U32, Numerics
+
+__all__ = [
+    "gemm_error",
+    "merge_bound",
+    "merge_reference",
+    "mqa_reference",
+    "prefill_reference",
+    "projection_bound",
+    "sum_terms",
+    "up_projection_bound",
+]
 
 
 def merge_reference(
@@ -62,17 +69,6 @@ def merge_bound(
     ).bound
 
 
-def sum_terms(terms: dict[str, Tensor]) -> Tensor:
-    """The tolerance that named terms make."""
-    return torch.stack(list(terms.values())).sum(dim=0)
-
-
-def gemm_error(x: Tensor, w: Tensor) -> Tensor:
-    """Float32 accumulation error of `x [..., L] @ w [L, y]`."""
-    factor: float = LAM * x.shape[-1] ** 0.5 * U32
-    return factor * (x.double().abs() @ w.double().abs())
-
-
 def projection_bound(
     x: Tensor, w: Tensor, *, numerics: Numerics, exact_projection: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -83,38 +79,6 @@ def projection_bound(
         return nothing, {"GEMM": nothing, "store": nothing}
     terms = {"GEMM": gemm_error(x, w), "store": numerics.u16 * exact.abs() + numerics.tiny}
     return sum_terms(terms), terms
-
-
-def mqa_reference(
-    *,
-    q: Tensor,
-    latents: Tensor,
-    lora: int,
-    allowed: Tensor,
-    scale: float,
-    numerics: Numerics,
-    slots: int | None = None,
-    keep_terms: bool = True,
-) -> AttendReference:
-    """Absorbed attention of one request, stage-fed: q' `[n, H, lora + rope]`, latent rows `[K, lora + rope]`.
-
-    The output is latent, `[n, H, lora]`; `up_projection_bound` judges what W_UV makes of it.
-    """
-    rows = latents[:, None]
-    return attend_reference(
-        q=q, k=rows, v=rows[..., :lora], allowed=allowed, scale=scale, numerics=numerics, slots=slots,
-        keep_terms=keep_terms,
-    )  # fmt: skip
-
-
-def up_projection_bound(
-    latent_out: Tensor, w_uv: Tensor, *, numerics: Numerics
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Stored latent output `[n, H, lora]`, W_UV `[lora, H, v]` -> exact `[n, H, v]`, its tolerance, terms."""
-    x, w = latent_out.double().transpose(0, 1), w_uv.double().transpose(0, 1)
-    exact = (x @ w).transpose(0, 1)
-    terms = {"GEMM": gemm_error(x, w).transpose(0, 1), "store": numerics.u16 * exact.abs() + numerics.tiny}
-    return exact, sum_terms(terms), terms
 
 
 def prefill_reference(
@@ -144,8 +108,9 @@ def prefill_reference(
 ) -> AttendReference:
     """End to end, on raw inputs: arguments as `reference.oracle.sparse_mla_prefill`, and
 
-    path:              "mha" (K and V projected and rounded) or "mqa" (absorbed)
-    segments:          for each request, (start, length) of its attention calls in merge order; or one call
+    path:              "mha" (K and V projected and rounded) or "mqa" (absorbed; a call for the context, one for the
+                       new tokens)
+    segments:          for each request, (start, length) of its "mha" calls in merge order; or one call
     exact_projection:  K and V are exact in the storage type: no rounding propagates ("mha" only)
 
     Raises ValueError for an unknown path.
@@ -169,8 +134,21 @@ def prefill_reference(
         k, v = project(latents, w_kv_b, num_heads, nope, v_head_dim)
         if path == "mqa":
             w_uk, w_uv = split_weight(w_kv_b, num_heads, nope, v_head_dim)
-            slots = topk_rows.shape[1]
-            results.append(_absorbed(q[rows], latents, v, w_uk, w_uv, allowed, scale, numerics, slots, keep_terms))
+            results.append(
+                absorbed_reference(
+                    q=q[rows],
+                    latents=latents,
+                    v=v,
+                    w_uk=w_uk,
+                    w_uv=w_uv,
+                    allowed=allowed,
+                    scale=scale,
+                    numerics=numerics,
+                    calls=[(0, context_len), (context_len, query_len)],
+                    slots=None if dense else topk_rows.shape[1],
+                    keep_terms=keep_terms,
+                )
+            )
             continue
         error = None if exact_projection else _projection_error(latents, w_kv_b, k, v, nope)
         results.append(
@@ -194,48 +172,8 @@ def _projection_error(latents: Tensor, w_kv_b: Tensor, k: Tensor, v: Tensor, nop
     error = gemm_error(latents[:, :lora], w_kv_b).view(len(latents), k.shape[1], nope + v.shape[2])
     key_error = torch.zeros_like(k)
     key_error[..., :nope] = error[..., :nope]
-    return InputError(rounded_dims=nope, key_error=key_error, values_rounded=True, value_error=error[..., nope:])
-
-
-def _absorbed(
-    q: Tensor,
-    latents: Tensor,
-    v: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    allowed: Tensor,
-    scale: float,
-    numerics: Numerics,
-    slots: int,
-    keep_terms: bool,
-) -> AttendReference:
-    """One request by the MQA path: scores over latent rows, projected values, latent store, GEMM."""
-    lora, nope = w_uk.shape[0], w_uk.shape[2]
-    absorbed = absorb_query(q, w_uk)
-    query_error = torch.zeros_like(absorbed)
-    query_error[..., :lora] = (
-        LAM * nope**0.5 * U32 * torch.einsum("nhd,lhd->nhl", q[..., :nope].double().abs(), w_uk.abs())
-    )
-    result = attend_reference(
-        q=absorbed, k=latents[:, None], v=v, allowed=allowed, scale=scale, numerics=numerics, slots=slots,
-        input_error=InputError(rounded_dims=lora, query_error=query_error), keep_terms=keep_terms,
-    )  # fmt: skip
-    size, _ = oracle.attend(absorbed, latents[:, None], latents[:, None, :lora].abs(), allowed, scale)
-    latent_out, _ = oracle.attend(absorbed, latents[:, None], latents[:, None, :lora], allowed, scale)
-    worst = torch.einsum("nhl,lhd->nhd", latent_out.abs(), w_uv.abs())
-    spread = LAM / 3**0.5 * torch.einsum("nhl,lhd->nhd", latent_out.square(), w_uv.square()).sqrt()
-    extra = {
-        "latent store": numerics.u16 * torch.minimum(worst, spread),
-        "GEMM": LAM * lora**0.5 * U32 * torch.einsum("nhl,lhd->nhd", size, w_uv.abs()),
-    }
-    bound = result.bound
-    return replace(
-        result,
-        bound=replace(
-            bound,
-            tol_out=bound.tol_out + sum_terms(extra),
-            out_terms={**bound.out_terms, **extra} if keep_terms else {},
-        ),
+    return InputError(
+        rounded_factor="k", rounded_dims=nope, key_error=key_error, values_rounded=True, value_error=error[..., nope:]
     )
 
 

@@ -19,6 +19,12 @@ def count_in_cell(scores: Tensor, allowed: Tensor, width: float) -> Tensor:
     return torch.searchsorted(ordered, cells, right=True) - torch.searchsorted(ordered, cells)
 
 
+def repeats(x: Tensor, width: float) -> Tensor:
+    """For each entry, how many entries along the last axis have nearly its size: they may round alike."""
+    everything = torch.ones(x.shape[-1], dtype=torch.bool, device=x.device)
+    return count_in_cell(x.abs().log2(), everything, width)
+
+
 def row_sum_error(
     p: Tensor, allowed: Tensor, in_cell: Tensor, row_sum: RowSum, slots: int | None
 ) -> tuple[Tensor, Tensor]:

@@ -100,14 +100,15 @@ def test_right_sparse_mqa_is_not_accused(family: str) -> None:
 HEADS, NOPE, ROPE, V, LORA = 3, 24, 8, 16, 32
 
 
-def prefill_case(seed: int, *, repeat: bool = False, exact_weights: bool = False) -> dict[str, Any]:
+def prefill_case(seed: int, *, repeat: str = "", strength: float = 1.0, exact_weights: bool = False) -> dict[str, Any]:
     """Two requests, contexts 70 and 0, queries 10 and 20."""
     queries, contexts, block = [10, 20], [70, 0], 8
     kv, cache = normal(30, LORA, seed=seed), normal(9, block, LORA + ROPE, seed=seed + 1)
     pe = normal(30, 1, ROPE, seed=seed + 2)
     if repeat:
-        kv[:], pe[:] = kv[0], pe[0]
-        cache[:] = cache[0, 0]
+        kv[:], cache[..., :LORA] = kv[0], kv[0]
+    if repeat == "tokens":
+        pe[:], cache[..., LORA:] = pe[0], pe[0]
     w = normal(LORA, HEADS * (NOPE + V), seed=seed + 3) / LORA**0.5
     if exact_weights:
         picks = torch.randint(0, LORA, (HEADS * (NOPE + V),), generator=torch.Generator().manual_seed(seed))
@@ -116,7 +117,7 @@ def prefill_case(seed: int, *, repeat: bool = False, exact_weights: bool = False
         [torch.randperm(80, generator=torch.Generator().manual_seed(100 + i))[:40] for i in range(30)]
     ).int()
     return {
-        "q": normal(30, HEADS, NOPE + ROPE, seed=seed + 4).to(BF16),
+        "q": (normal(30, HEADS, NOPE + ROPE, seed=seed + 4) * strength).to(BF16),
         "kv_c_normed": kv.to(BF16),
         "k_pe": pe.to(BF16),
         "cache": cache.to(BF16),
@@ -172,7 +173,9 @@ def absorbed_kernel(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
     for tokens, rows, allowed in requests(case):
         q = latent.absorb_query(case["q"][tokens], w_uk).float().to(BF16)
         k = rows[:, None].to(BF16).expand(-1, HEADS, -1)
-        out, lse = attend(Case(q, k, k[..., :LORA], allowed, case["scale"]), Model(tile=32))
+        context = len(k) - len(q)
+        calls = [(0, context), (context, len(q))] if context else [(0, len(q))]
+        out, lse = run(Case(q, k, k[..., :LORA], allowed, case["scale"]), Model(tile=32), calls)
         outs.append(torch.einsum("nhl,lhd->nhd", out.float(), w_uv.float()).to(BF16))
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses, dim=1)
@@ -191,24 +194,24 @@ def prefill_margins(case: dict[str, Any], got: tuple[Tensor, Tensor], **options:
     )
 
 
-@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("repeat", ["", "latents", "tokens"])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_right_prefill_is_not_accused(parts: int, repeat: bool) -> None:
+def test_a_right_prefill_is_not_accused(parts: int, repeat: str) -> None:
     for seed in range(5):
-        case = prefill_case(seed, repeat=repeat)
+        case = prefill_case(seed, repeat=repeat, strength=4.0 ** (seed - 2))
         segments = [split_evenly(80, parts), split_evenly(20, parts)]
         out, lse = prefill_margins(case, masked_kernel(case, parts), numerics=TRITON, segments=segments)
-        assert 0.1 <= out <= 1
-        assert 0.01 <= lse <= 1
+        assert max(out, lse) <= 1
+        assert seed != 2 or (out >= 0.1 and lse >= 0.01)  # scores of order 1
 
 
-@pytest.mark.parametrize("repeat", [False, True])
-def test_a_right_absorbed_prefill_is_not_accused(repeat: bool) -> None:
+@pytest.mark.parametrize("repeat", ["", "latents", "tokens"])
+def test_a_right_absorbed_prefill_is_not_accused(repeat: str) -> None:
     for seed in range(5):
-        case = prefill_case(seed, repeat=repeat)
+        case = prefill_case(seed, repeat=repeat, strength=4.0 ** (seed - 2))
         out, lse = prefill_margins(case, absorbed_kernel(case), numerics=TRITON_MQA, path="mqa")
-        assert 0.1 <= out <= 1
-        assert 0.01 <= lse <= 1
+        assert max(out, lse) <= 1
+        assert repeat or seed != 2 or (out >= 0.1 and lse >= 0.01)  # scores of order 1
 
 
 def test_exact_projection_leaves_no_propagated_rounding() -> None:
