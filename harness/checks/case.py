@@ -12,8 +12,9 @@ from harness.checks.guards import same_bits
 from harness.checks.link import first_bad
 from harness.checks.localize import explain_attend
 from harness.checks.power import power_shares, vacuous_classes
-from harness.checks.prefill import check_fed, check_raw, check_result_shape, requests_of
+from harness.checks.prefill import check_fed, check_raw, check_result_shape, raw_reference, requests_of
 from harness.checks.readout import Attend
+from harness.checks.relations import Base, check_relation
 from harness.checks.verdict import failed, passed
 from harness.checks.walk_mha import MhaWalk
 from harness.checks.walk_mqa import MqaWalk
@@ -24,6 +25,8 @@ from harness.subjects.registry import resolve
 from optimized.trace import AttendEvent, Trace
 from reports.records import CaseRecord, CheckRecord, Status
 
+RELATION_EVERY = 3
+"""One case in this many is also judged by a relation (a second run)."""
 REPEAT_EVERY = 4
 """One case in this many (by its id) is run twice, the second time on other poison."""
 
@@ -76,14 +79,14 @@ def _judge(problem: Problem, subject: PrefillSubject, inputs: Inputs, record: Ca
         message = "a masked path was forced although its masks do not fit the workspace: ValueError expected"
         return [failed("dispatch", "dispatch.refusal", message), *guards]
     facts = Facts(problem, inputs, subject.contract)
-    checks = _stages(facts, outcome, record, getattr(subject, "attend", None))
+    checks = _stages(facts, subject, outcome, record)
     checks += guards
     if int(problem.case_id, 16) % REPEAT_EVERY == 0 and first_bad(checks) is None:
         checks += _repeat(problem, subject, outcome)
     return checks
 
 
-def _stages(facts: Facts, outcome: PrefillOutcome, record: CaseRecord, attend: Attend | None) -> list[CheckRecord]:
+def _stages(facts: Facts, subject: PrefillSubject, outcome: PrefillOutcome, record: CaseRecord) -> list[CheckRecord]:
     problem, trace = facts.problem, outcome.trace
     wrong = check_result_shape(facts, outcome.out, outcome.lse)
     if wrong is not None:
@@ -99,7 +102,7 @@ def _stages(facts: Facts, outcome: PrefillOutcome, record: CaseRecord, attend: A
         else:
             checks.append(passed("dispatch", "dispatch.path"))
         checks += (MqaWalk if path == "mqa" else MhaWalk)(facts, trace).run()
-        checks = _explained(checks, trace, attend)
+        checks = _explained(checks, trace, getattr(subject, "attend", None))
     if first_bad(checks) is not None:
         return checks
     dims = problem.dims
@@ -110,7 +113,10 @@ def _stages(facts: Facts, outcome: PrefillOutcome, record: CaseRecord, attend: A
         checks += fed
         record.power = power_shares(power)
         record.vacuous = vacuous_classes(record.power)
-    checks += check_raw(facts, out, outcome.lse, path=expected)
+    exact = raw_reference(facts, expected)
+    checks += check_raw(facts, out, outcome.lse, exact)
+    if int(problem.case_id, 16) % RELATION_EVERY == 1 and first_bad(checks) is None:
+        checks += check_relation(Base(facts, subject, expected, out, outcome.lse, exact))
     return checks
 
 

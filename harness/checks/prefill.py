@@ -16,7 +16,7 @@ from harness.checks.facts import Facts
 from harness.checks.power import ROWS
 from harness.checks.verdict import check_shape
 from optimized.trace import ProjectEvent, Trace
-from reference.bound import attend_reference
+from reference.bound import AttendReference, attend_reference
 from reference.bound_stages import prefill_reference
 from reference.oracle import allowed_matrix, causal_matrix
 from reference.power import Power, attend_power
@@ -109,12 +109,12 @@ def check_fed(facts: Facts, trace: Trace, views: list[RequestView]) -> tuple[lis
     return records, power
 
 
-def check_raw(facts: Facts, out: torch.Tensor, lse: torch.Tensor, *, path: str) -> list[CheckRecord]:
-    """The result `out [T, H, v]`, `lse [H, T]` on the raw inputs, propagated rounding of K and V in the bound."""
+def raw_reference(facts: Facts, path: str) -> AttendReference:
+    """Exact result on the raw inputs; the bound holds the propagated rounding of K and V."""
     problem, inputs = facts.problem, facts.inputs
     dims, paging = problem.dims, problem.paging
     mqa = path == "mqa"
-    exact = prefill_reference(
+    return prefill_reference(
         q=inputs.q,
         kv_c_normed=inputs.kv_c_normed,
         k_pe=inputs.k_pe,
@@ -137,6 +137,10 @@ def check_raw(facts: Facts, out: torch.Tensor, lse: torch.Tensor, *, path: str) 
         segments=[segments_of(facts, request) for request in range(len(facts.query_lens))],
         exact_projection=problem.data.weights == "exact",
     )
+
+
+def check_raw(facts: Facts, out: torch.Tensor, lse: torch.Tensor, exact: AttendReference) -> list[CheckRecord]:
+    """The result `out [T, H, v]`, `lse [H, T]` against `raw_reference`."""
 
     def place(token: int) -> Place:
         request = facts.request_of(token)
