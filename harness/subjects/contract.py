@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from reference.numerics import TRITON, Numerics
+from reference.numerics import TRITON, TRITON_MQA, Numerics
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Contract:
     """A request alone gives the bits that it gives in a batch."""
     numerics: Numerics = field(default_factory=lambda: TRITON)
     """Storage dtypes, exponential and accumulation chain of the attention calls."""
-    mqa_numerics: Numerics = field(default_factory=lambda: TRITON)
+    mqa_numerics: Numerics = field(default_factory=lambda: TRITON_MQA)
 
     def numerics_for(self, dtype: Literal["bf16", "fp16"]) -> Numerics:
         """Declared arithmetic of the attention calls for tensors of `dtype`."""
