@@ -74,6 +74,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from reference import oracle
 from reference.bound_rows import LAM, InputError, Problem, judge_rows
 from reference.numerics import U32, Numerics
 
@@ -148,6 +149,7 @@ def attend_reference(
     allowed:   bool `[n, K]`; keys that no row allows may hold anything
     segments:  (start, length) of the keys of each attention call, in merge order; one call if not given
     slots:     width of the top-k rows, for kernels that visit keys in the order of the row
+    A value that is inf or NaN reaches exactly the rows that select it; their tolerances leave it out.
     keep_terms=False drops the named terms, which are as large as the output each.
     Raises ValueError if the segments do not cover exactly the keys `0..K-1`.
     """
@@ -155,10 +157,11 @@ def attend_reference(
     parts = [(0, num_keys)] if segments is None else [s for s in segments if s[1] > 0]
     _check_segments(parts, num_keys)
     used = allowed.any(dim=0)[:, None, None]
+    readable = used & v.isfinite()
     problem = Problem(
         q=q.double().transpose(0, 1),
         k=k.double().where(used, 0.0).permute(1, 2, 0),
-        v=v.double().where(used, 0.0).transpose(0, 1),
+        v=v.double().where(readable, 0.0).transpose(0, 1),
         allowed=allowed,
         scale=scale,
         numerics=numerics,
@@ -184,6 +187,8 @@ def attend_reference(
                 total[:, rows] += term
                 if keep_terms:
                     kept.setdefault(name, torch.zeros_like(total))[:, rows] = term
+    if not bool((readable == used).all()):  # an inf or NaN reaches the rows that select it, and no other
+        out = oracle.attend(q, k, v, allowed, scale)[0].transpose(0, 1)
     return AttendReference(
         out.transpose(0, 1),
         lse,

@@ -128,6 +128,20 @@ def test_what_no_row_selects_may_hold_anything() -> None:
         assert torch.equal(a, b)
 
 
+def test_an_inf_value_reaches_only_the_rows_that_select_it() -> None:
+    case = small("unit normal", 6)
+    key = int(case.allowed[0].nonzero()[0])
+    case.allowed[1, key] = False
+    clean = reference(case, TRITON, 2)
+    case.v[key, 1, 3] = math.inf
+    got = reference(case, TRITON, 2)
+    assert got.out[0, 1, 3] == math.inf
+    assert torch.equal(got.out[1], clean.out[1])
+    assert (got.out.isfinite() | (got.out == math.inf)).all()
+    assert got.bound.tol_out.isfinite().all()
+    assert torch.equal(got.lse, clean.lse)
+
+
 def test_blocks_of_rows_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     case = small("ties", 7, n=11)
     whole = reference(case, FA4_SM90, 3)
