@@ -64,9 +64,9 @@ def _queries(problem: Problem) -> F32:
         return stream.uniforms(*shape)
     if family == "powers_of_two":
         q = stream.signs(*shape) * _small_powers(stream, *shape)
-        return q * np.float32(2.0 ** math.frexp(_query_factor(problem))[1])
+        return q * np.float32(2.0 ** math.frexp(min(_query_factor(problem), _MAX_QUERY_FACTOR))[1])
     strength = {"flat": 2.0**-10, "sharp": 8.0}.get(family, 1.0)
-    q = stream.normals(*shape) * np.float32(_query_factor(problem) * strength)
+    q = stream.normals(*shape) * np.float32(min(_query_factor(problem) * strength, _MAX_QUERY_FACTOR))
     if family in _SHIFTED:
         # scale * q0 is in [1/2, 1): the shift of a key's score is its latent entry 0 times that
         q[:, :, 0] = np.float32(2.0 ** -math.frexp(problem.scale)[1])
@@ -77,8 +77,7 @@ def _queries(problem: Problem) -> F32:
 
 def _query_factor(problem: Problem) -> float:
     """Factor that gives plain scores the standard deviation `temperature`, whatever the scale."""
-    factor = problem.data.temperature / (problem.scale * math.sqrt(problem.dims.qk))
-    return min(factor, _MAX_QUERY_FACTOR)
+    return problem.data.temperature / (problem.scale * math.sqrt(problem.dims.qk))
 
 
 def _latents(problem: Problem) -> F32:

@@ -32,7 +32,7 @@ _NO_MASK: Facts = {"path": _values("dense mqa refused")}
 _FACTS: dict[str, Facts] = {
     "chunks:0": {"path": _values("dense no_context mqa refused")},
     **{f"chunks:{n}": {"path": _CONTEXT["path"], **_SOME_REQUEST} for n in ("1", "2", "3..5", "6..")},
-    "path:no_context": {"chunks": _values("0")} | _SOME_REQUEST,
+    "path:no_context": {"chunks": _values("0")},
     "path:global_mask": _CONTEXT,
     "path:remap": _CONTEXT,
     "force:dense": {"path": _values("dense")},
@@ -40,7 +40,8 @@ _FACTS: dict[str, Facts] = {
     "force:masked": {"path": _values("no_context global_mask remap refused")},
     "force:masked_remap": {"path": _values("no_context remap refused")},
     "cache:fp8_e4m3": _NO_MASK,
-    "cache:fp8_ds_mla": _NO_MASK | {"dims": _values("published"), "rope": _values("some"), "odd": _values("no")},
+    "cache:fp8_ds_mla": _NO_MASK
+    | {"dtype": _values("bf16"), "dims": _values("published"), "rope": _values("some"), "odd": _values("no")},
     "dims:published": {"odd": _values("no")},
     "batch:long_beside_short": _TWO_REQUESTS,
     "batch:with_and_without_context": _CONTEXT | _TWO_REQUESTS | {"covered": _values("some")},
@@ -68,7 +69,7 @@ _FACTS: dict[str, Facts] = {
     "workspace:default": {"words": _values("default")},
     "workspace:call_one_word_short": _NO_MASK | {"words": _values("call-1")} | _SOME_REQUEST,
     "workspace:global_one_word_short": {
-        "words": _values("whole-1"),
+        "words": _values("call-1 whole-1"),
         "path": _values("dense no_context remap mqa refused"),
         **_SOME_REQUEST,
     },

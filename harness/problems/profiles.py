@@ -45,6 +45,8 @@ class Profile:
     published_query: int
     """Query tokens of a batch with published sizes"""
     published_context: int
+    max_dense: int = 2**20
+    """Query tokens, and context tokens, of a batch on the dense path: its top-k rows are as wide as it is long"""
     traffic_share: int = 20
     fp8_share: int = 45
     """Share of quantised caches among the paths that take one: dense and MQA"""
@@ -53,8 +55,8 @@ class Profile:
     long_queries: tuple[int, ...] = (127, 128, 129, 255, 256, 257)
     beside_long: int = 40
     """Query tokens left for the other requests of such a batch"""
-    second_long_share: int = 0
-    """Share of such batches whose second request is as long"""
+    second_long: bool = False
+    """Whether the second request of such a batch may be as long"""
 
 
 PROFILES: dict[ProfileName, Profile] = {
@@ -90,7 +92,7 @@ PROFILES: dict[ProfileName, Profile] = {
         long_query_share=15,
         long_queries=(127, 128, 129, 255, 256, 257, 190, 300),
         beside_long=160,
-        second_long_share=30,
+        second_long=True,
     ),
     "gpu_small": Profile(
         name="gpu_small",
@@ -107,7 +109,7 @@ PROFILES: dict[ProfileName, Profile] = {
         published_query=512,
         published_context=4096,
         long_query_share=20,
-        second_long_share=30,
+        second_long=True,
     ),
     "gpu_full": Profile(
         name="gpu_full",
@@ -122,8 +124,9 @@ PROFILES: dict[ProfileName, Profile] = {
         published_heads=(16, 128, 32, 64),
         published_topk=(2048,),
         published_query=8192,
+        max_dense=1024,
         published_context=32768,
         long_query_share=20,
-        second_long_share=30,
+        second_long=True,
     ),
 }

@@ -1,20 +1,21 @@
 """Hypothesis strategies of problems.
 
-`cases(profile)` draws a path first and then makes lengths, chunk splits, mask workspace and top-k width lead
-to it, so that every path and every edge around it (fits exactly, one word short, budget equal to the context
-or one below) has a fixed share. The simplest value of every draw comes first, so that shrinking ends at one
-request, plain numbers and identity paging.
+`cases(profile)` draws a path first and then makes lengths, chunk splits, mask workspace and top-k width lead to
+it, so that every path and every edge around it (fits exactly, one word short, budget equal to the context or one
+below) has a fixed share. Two rules keep shrinking quick and its results small: the simplest value of every draw
+comes first, and no draw hangs on the value of another (a number that does not fit is clipped), so that making one
+draw smaller leaves the meaning of the others alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from harness.problems import traffic
+from harness.problems.draws import SEEDS, among, between, chance, weighted
+from harness.problems.lengths import Lengths, Room, clip, shapes, traffic_lengths, with_tokens
 from harness.problems.names import (
     BLOCK_ORDERS,
     FAMILIES,
@@ -24,6 +25,7 @@ from harness.problems.names import (
     CacheDType,
     Force,
     Path,
+    TopkKind,
 )
 from harness.problems.parts import Chunks, DataSpec, Dims, Layout, Paging, Request, TopkSpec
 from harness.problems.problem import Problem
@@ -32,11 +34,6 @@ from harness.problems.published import MODELS
 from harness.problems.splits import split_context
 from harness.problems.workspace import mask_words
 
-T = TypeVar("T")
-Lengths = list[tuple[int, int]]
-"""(context_len, query_len) of each request"""
-
-_QUERY_EDGES = (1, 31, 32, 33, 0, 2, 5)
 _PATHS: tuple[tuple[Path, int], ...] = (
     ("no_context", 16),
     ("global_mask", 28),
@@ -44,16 +41,9 @@ _PATHS: tuple[tuple[Path, int], ...] = (
     ("dense", 13),
     ("mqa", 15),
 )
-
-
-def weighted(*options: tuple[T, int]) -> SearchStrategy[T]:
-    """One of the options, in proportion to its weight; shrinks towards the first."""
-    return st.sampled_from([value for value, weight in options for _ in range(weight)])
-
-
-def chance(percent: int) -> SearchStrategy[bool]:
-    """True in `percent` of 100 draws; shrinks towards False."""
-    return st.integers(0, 99).map(lambda number: number >= 100 - percent)
+_MODELS: tuple[tuple[str, int], ...] = (("deepseek-v3.2", 3), ("glm-5", 1), ("glm-5.3-flash", 1))
+_EXPLICIT_TOKENS, _EXPLICIT_SLOTS = 6, 12
+"""Batches and rows so small may have their top-k rows drawn key by key, which shrink key by key."""
 
 
 def cases(profile: ProfileName = "quick") -> SearchStrategy[Problem]:
@@ -64,259 +54,220 @@ def cases(profile: ProfileName = "quick") -> SearchStrategy[Problem]:
     return one.map(lambda problems: problems[0])
 
 
+def sequences(profile: ProfileName = "quick", max_calls: int = 3) -> SearchStrategy[tuple[Problem, ...]]:
+    """Calls that one layer can serve one after the other: 2 to `max_calls` problems of the same sizes.
+
+    Dims, storage type, scale, cache format, mask workspace and gather workspace are those of the first problem;
+    batches, paging, top-k rows and numbers are each problem's own.
+    """
+    calls = st.lists(_problem(PROFILES[profile]), min_size=2, max_size=max_calls)
+    return calls.map(lambda drawn: (drawn[0], *(_on_the_layer_of(drawn[0], other) for other in drawn[1:])))
+
+
+def _on_the_layer_of(first: Problem, other: Problem) -> Problem:
+    rows = other.topk.rows
+    cache = {
+        "kv_cache_dtype": first.paging.kv_cache_dtype,
+        "kv_cache_scale": first.paging.kv_cache_scale,
+        "block_size": first.paging.block_size,
+    }
+    matched = other.replace(
+        dims=first.dims,
+        dtype=first.dtype,
+        scale=first.scale,
+        paging=other.paging.model_copy(update=cache),
+        chunks=first.chunks,
+        mask_workspace_words=first.mask_workspace_words,
+        topk=other.topk.model_copy(
+            update={"rows": None if rows is None else tuple(row[: first.dims.topk] for row in rows)}
+        ),
+    )
+    return matched.replace(force=None) if matched.expected_path() == "refused" else matched
+
+
 @st.composite
 def _problem(draw: DrawFn, profile: Profile) -> Problem:
     path = draw(weighted(*_PATHS))
-    model = draw(weighted((None, 100 - profile.published_share), ("published", profile.published_share)))
+    published = draw(chance(profile.published_share))
     from_trace = draw(chance(profile.traffic_share))
-    block_size = draw(st.sampled_from((16, 32, 64, 8, 1, 48, 5, 128)))
-    max_query = profile.published_query if model else profile.max_query
-    max_context = profile.published_context if model else profile.max_context
-    decode_tokens = draw(st.integers(1, 5)) if draw(chance(25)) else 0
+    block_size = draw(among(16, 32, 64, 8, 1, 48, 5, 128))
+    dims = _dims(draw, profile, published)
+    half = draw(chance(20))
+    stretch = draw(weighted((1.0, 4), (1.37, 2), (0.21, 1), (2.5, 1)))
+    data, layout, cache = _data(draw), _layout(draw), _cache_dtype(draw, profile, path, dims)
+    paging = _paging(draw, cache, block_size)
+    plan = draw(st.tuples(weighted(*_BUDGETS), between(0, 9), weighted(*_ALIGNMENTS), among("full", "half", "step")))
+    room = Room(profile.max_query, profile.max_context)
+    if published:
+        room = Room(profile.published_query, profile.published_context)
+    if path == "dense":
+        room = Room(min(room.query, profile.max_dense), min(room.context, profile.max_dense))
+
+    decodes, source = draw(weighted((0, 3), (1, 1))) * (1 + draw(between(0, 4))), "drawn"
+    as_many_as_heads, twins = draw(chance(6)), draw(chance(5))
     if from_trace:
-        lengths, decode_tokens, source = draw(_traffic_lengths(profile, path, max_query, max_context))
+        lengths, decodes, source = traffic_lengths(draw, profile, path, room)
+        kinds = [draw(among(*TOPK_KINDS)) for _ in lengths]
     else:
-        lengths, source = draw(_drawn_lengths(profile, path, block_size, max_query, max_context)), "drawn"
-    dims, source = draw(_dims(profile, lengths, bool(model), source))
-    contexts, queries = [c for c, _ in lengths], [q for _, q in lengths]
-    chunks = draw(_chunks(profile, contexts, block_size))
-    pieces = split_context(contexts, chunks.row_budget, chunks.max_context_chunk, chunks.split_alignment)
-    longest_chunk = max((p.length for chunk in pieces for p in chunk), default=0)
-    width = draw(_topk_width(profile, path, lengths, published=bool(model)))
-    dims = dims.model_copy(update={"topk": width})
-    cache = draw(_cache_dtype(profile, path, dims))
-    words, force = draw(_workspace(path, queries, contexts, longest_chunk, width, quantised=cache != "auto"))
+        requests = draw(shapes(profile, room))
+        lengths = clip(requests, profile, path, block_size, room)
+        kinds = [request.kind for request in requests]
+        if twins and len(lengths) > 1:
+            lengths[1] = lengths[0]
+        if as_many_as_heads and lengths:
+            lengths = with_tokens(lengths, dims.heads)
+            kinds = kinds[: len(lengths)]
+    if published:
+        source = f"{source} published"
+
+    contexts = [c for c, _ in lengths]
+    chunks = _chunks(profile, contexts, block_size, *plan)
+    width = _topk_width(draw, profile, path, lengths, published=published)
+    words, force = _workspace(draw, path, lengths, _longest_chunk(contexts, chunks), width, quantised=cache != "auto")
     return Problem(
-        dims=dims,
-        dtype=draw(weighted(("bf16", 4), ("fp16", 1))),
-        scale=draw(weighted((dims.qk**-0.5, 4), (1.37 * dims.qk**-0.5, 2), (0.0625, 1), (0.3, 1))),
+        dims=dims.model_copy(update={"topk": width}),
+        # the packed cache holds bf16 rope values
+        dtype="fp16" if half and cache != "fp8_ds_mla" else "bf16",
+        scale=stretch * dims.qk**-0.5,
         requests=tuple(Request(context_len=c, query_len=q) for c, q in lengths),
-        paging=draw(_paging(cache, block_size)),
+        paging=paging,
         chunks=chunks,
         mask_workspace_words=words,
-        topk=draw(_topk(lengths, width)),
-        data=draw(_data()),
-        layout=draw(_layout(decode_tokens)),
+        topk=_topk(draw, lengths, kinds, width),
+        data=data,
+        layout=layout.model_copy(update={"num_decode_tokens": decodes}),
         force=force,
         source=source,
     )
 
 
-@st.composite
-def _traffic_lengths(
-    draw: DrawFn, profile: Profile, path: Path, max_query: int, max_context: int
-) -> tuple[Lengths, int, str]:
-    """A batch of a real trace, scaled to the profile; the path decides whether its contexts count."""
-    name = draw(st.sampled_from(traffic.TRACES))
-    budget = draw(st.sampled_from((2048, 8192)))
-    pool = traffic.batches(name, budget)
-    ragged = [i for i, batch in enumerate(pool) if len(batch.lengths) > 1]
-    index = draw(st.sampled_from(ragged)) if draw(chance(75)) else draw(st.integers(0, len(pool) - 1))
-    batch = traffic.scale_down(
-        pool[index], max_requests=profile.max_requests, max_tokens=max_query, max_keys=max_context
-    )
-    lengths = [(0 if path == "no_context" else c, q) for c, q in batch.lengths]
-    if path in ("global_mask", "remap") and not any(c for c, _ in lengths):
-        # an engine without a prefix cache sees a repeated prompt whole; with one, most of it is context
-        prompt = lengths[0][1]
-        lengths[0] = (prompt - max(prompt // 8, 1), max(prompt // 8, 1))
-    return lengths, min(batch.decode_tokens, 8), f"traffic:{name}/{budget}[{index}]"
-
-
-@st.composite
-def _drawn_lengths(
-    draw: DrawFn, profile: Profile, path: Path, block_size: int, max_query: int, max_context: int
-) -> Lengths:
-    few = [(n, w) for n, w in ((1, 34), (2, 30), (3, 20), (4, 8), (6, 4), (8, 4)) if n <= profile.max_requests]
-    batch = draw(weighted(*few, (0, 1)))
-    queries: list[int] = []
-    long = 0
-    for index in range(batch):
-        budget = profile.beside_long if long else max_query
-        room = max(budget - sum(queries[long:]), 1)
-        share = (profile.long_query_share, profile.second_long_share)[index] if index == long < 2 else 0
-        if share and draw(chance(share)):
-            queries.append(draw(st.sampled_from(profile.long_queries)))
-            long += 1
-        elif draw(chance(45)):
-            queries.append(min(draw(st.sampled_from(_QUERY_EDGES)), room))
-        else:
-            queries.append(draw(st.integers(1, room)))
-    contexts = [0] * batch
-    if path != "no_context":
-        for index in range(batch):
-            contexts[index] = draw(_context(block_size, max(max_context - sum(contexts), 0)))
-        if batch and path in ("global_mask", "remap") and not any(contexts):
-            contexts[-1] = draw(st.integers(1, max_context))
-    lengths = list(zip(contexts, queries, strict=True))
-    if batch > 1 and draw(chance(6)):
-        lengths[1] = lengths[0]
-    return lengths
-
-
-@st.composite
-def _context(draw: DrawFn, block_size: int, room: int) -> int:
-    """A context length: none, near a multiple of a mask word or of a block, or anything."""
-    kind = draw(weighted(("any", 4), ("none", 2), ("word", 3), ("block", 3)))
-    if kind == "none" or room == 0:
-        return 0
-    if kind == "any":
-        return draw(st.integers(1, room))
-    unit = 32 if kind == "word" else block_size
-    near = draw(st.integers(1, max(room // unit, 1))) * unit + draw(st.sampled_from((0, 1, -1)))
-    return min(max(near, 0), room)
-
-
-@st.composite
-def _dims(draw: DrawFn, profile: Profile, lengths: Lengths, published: bool, source: str) -> tuple[Dims, str]:
-    tokens = sum(q for _, q in lengths)
-    if published:
-        name = draw(weighted(("deepseek-v3.2", 3), ("glm-5", 1), ("glm-5.3-flash", 1)))
-        dims = MODELS[name].dims(draw(st.sampled_from(profile.published_heads)))
-        return dims, f"published:{name}" if source == "drawn" else f"{source} published:{name}"
-    heads = draw(st.sampled_from(profile.heads))
-    if 0 < tokens <= 2 * max(profile.heads) and draw(chance(60)):
-        heads = tokens
-    lora, nope, rope, v = draw(st.sampled_from(profile.sizes))
+def _dims(draw: DrawFn, profile: Profile, published: bool) -> Dims:
+    heads, published_heads = draw(among(*profile.heads)), draw(among(*profile.published_heads))
+    (lora, nope, rope, v), model = draw(among(*profile.sizes)), draw(weighted(*_MODELS))
     parallel = draw(weighted((1, 3), (2, 1), (8, 1)))
-    return Dims(
-        heads=heads, kv_lora_rank=lora, nope=nope, rope=rope, v=v, topk=1, tensor_parallel_size=parallel
-    ), source
+    if published:
+        return MODELS[model].dims(published_heads)
+    return Dims(heads=heads, kv_lora_rank=lora, nope=nope, rope=rope, v=v, topk=1, tensor_parallel_size=parallel)
 
 
-@st.composite
-def _chunks(draw: DrawFn, profile: Profile, contexts: Sequence[int], block_size: int) -> Chunks:
-    """A chunk plan by how the budget relates to the contexts."""
+_BUDGETS = (("ample", 3), ("halves", 4), ("equal", 2), ("one_over", 3), ("longest", 2), ("many", 3))
+_ALIGNMENTS = (("block", 3), (16, 2), (1, 1), (32, 1), (4, 2))
+
+
+def _chunks(
+    profile: Profile, contexts: Sequence[int], block_size: int, kind: str, extra: int, step: int | str, piece: str
+) -> Chunks:
+    """A chunk plan by how its budget relates to the contexts."""
     total = sum(contexts)
-    alignment = draw(weighted((block_size, 3), (16, 2), (1, 1), (32, 1), (4, 2)))
-    kind = draw(weighted(("ample", 3), ("halves", 5), ("equal", 2), ("one_over", 3), ("longest", 2), ("many", 4)))
-    least = -(-total // profile.max_chunks)
     budget = {
         "ample": 2 * total,
-        "halves": -(-total // 2) + draw(st.integers(0, 9)),
+        "halves": -(-total // 2) + extra,
         "equal": total,
         "one_over": total - 1,
         "longest": max(contexts, default=0),
-        "many": max(total // draw(st.integers(3, max(profile.max_chunks, 3))), 1),
+        "many": total // (3 + extra % max(profile.max_chunks - 2, 1)),
     }[kind]
+    budget = max(budget, -(-total // profile.max_chunks), 1)
     # a budget below the alignment is illegal: then align to what the budget allows
-    alignment = min(alignment, max(budget, least, 1))
-    budget = max(budget, least, alignment)
-    longest_piece = draw(weighted((budget, 4), (-(-budget // 2), 1), (alignment, 1)))
-    if total > longest_piece * 2 * profile.max_chunks:
-        longest_piece = budget
-    return Chunks(row_budget=budget, max_context_chunk=max(longest_piece, alignment), split_alignment=alignment)
+    alignment = min(block_size if isinstance(step, str) else step, budget)
+    longest = {"full": budget, "half": -(-budget // 2), "step": alignment}[piece]
+    if total > 2 * longest * profile.max_chunks:
+        longest = budget
+    return Chunks(row_budget=budget, max_context_chunk=max(longest, alignment), split_alignment=alignment)
 
 
-@st.composite
-def _topk_width(draw: DrawFn, profile: Profile, path: Path, lengths: Lengths, published: bool) -> int:
+def _longest_chunk(contexts: Sequence[int], chunks: Chunks) -> int:
+    pieces = split_context(contexts, chunks.row_budget, chunks.max_context_chunk, chunks.split_alignment)
+    return max((piece.length for chunk in pieces for piece in chunk), default=0)
+
+
+def _topk_width(draw: DrawFn, profile: Profile, path: Path, lengths: Lengths, *, published: bool) -> int:
     """Slots of a top-k row: at least the longest sequence for the dense path, mostly below it for others."""
     longest = max((c + q for c, q in lengths), default=0)
-    width = draw(st.sampled_from(profile.published_topk if published else profile.topk))
-    if path == "dense" and draw(chance(80)):
-        return max(longest + draw(st.sampled_from((0, 1, 7))), 1)
-    if path != "dense" and longest > 1 and draw(chance(85)):
-        return min(width, longest - 1)
-    return width
+    width: int = draw(among(*(profile.published_topk if published else profile.topk)))
+    slack: int = draw(among(0, 1, 7))
+    clipped = draw(weighted((True, 85), (False, 15)))
+    if path == "dense" and clipped:
+        return max(longest + slack, 1)
+    return min(width, max(longest - 1, 1)) if clipped else width
 
 
-@st.composite
 def _workspace(
-    draw: DrawFn,
-    path: Path,
-    queries: Sequence[int],
-    contexts: Sequence[int],
-    longest_chunk: int,
-    width: int,
-    *,
-    quantised: bool,
+    draw: DrawFn, path: Path, lengths: Lengths, longest_chunk: int, width: int, *, quantised: bool
 ) -> tuple[int | None, Force | None]:
     """Mask workspace words and a forced path that lead to `path`."""
-    batch, max_q = len(queries), max(queries, default=0)
-    longest = max((c + q for c, q in zip(contexts, queries, strict=True)), default=0)
+    batch, max_q = len(lengths), max((q for _, q in lengths), default=0)
+    longest = max((c + q for c, q in lengths), default=0)
     call = mask_words(batch, max_q, max(max_q, longest_chunk), reserve=False)
     whole = mask_words(batch, max_q, longest, reserve=True)
     natural_dense = longest <= width
+    roll, pick = draw(between(0, 99)), draw(between(0, 59))
+    words: tuple[int | None, ...]
+    any_words: tuple[int | None, ...] = (None, call, 0, max(call - 1, 0), max(whole - 1, 0))
+    force: Force | None = None
     if path == "dense":
-        words = draw(st.sampled_from((None, 0, call)))
-        return words, None if natural_dense and draw(chance(70)) else "dense"
-    if path == "mqa":
-        if natural_dense or draw(chance(40)) or (call == 0 and not quantised):
-            return draw(st.sampled_from((None, call, 0))), "mqa"
-        if quantised:
-            return draw(st.sampled_from((None, whole, call, 0))), None
-        return draw(st.sampled_from((call - 1, 0, call // 2))), None
-    if path == "remap":
-        if natural_dense or call >= whole or draw(chance(30)):
-            return draw(st.sampled_from((None, whole, call))), "masked_remap"
-        return draw(st.sampled_from((call, whole - 1, (call + whole) // 2))), None
-    fits = (None, whole, whole + 1) if path == "global_mask" else (None, call, call + 1)
-    return draw(st.sampled_from(fits)), "masked" if natural_dense or draw(chance(10)) else None
-
-
-@st.composite
-def _topk(draw: DrawFn, lengths: Lengths, width: int) -> TopkSpec:
-    batch, tokens = len(lengths), sum(q for _, q in lengths)
-    if 0 < tokens <= 6 and draw(chance(25)):
-        # small enough to be drawn key by key, which shrinks key by key
-        longest = max(c + q for c, q in lengths)
-        key = st.integers(-2, longest + 1)
-        row = st.lists(key, max_size=min(width, 12)).map(tuple)
-        return TopkSpec(rows=tuple(draw(row) for _ in range(tokens)))
-    if draw(chance(55)):
-        kinds = (draw(st.sampled_from(TOPK_KINDS)),) * batch
+        words, force = any_words, None if natural_dense and roll < 70 else "dense"
+    elif path == "mqa" and (natural_dense or roll >= 60 or (call == 0 and not quantised)):
+        words, force = any_words, "mqa"
+    elif path == "mqa":
+        words = (None, whole, call, 0) if quantised else (call - 1, 0, call // 2)
+    elif path == "remap" and (natural_dense or call >= whole or roll >= 70):
+        words, force = (None, whole, call), "masked_remap"
+    elif path == "remap":
+        words, force = (call, whole - 1, (call + whole) // 2), "masked" if roll >= 60 else None
     else:
-        kinds = tuple(draw(st.sampled_from(TOPK_KINDS)) for _ in range(batch))
-    return TopkSpec(
-        kinds=kinds,
-        order=draw(st.sampled_from(SLOT_ORDERS)),
-        holes=draw(st.sampled_from(HOLES)),
-        any_negative=draw(st.booleans()),
-        seed=draw(st.integers(0, 2**32 - 1)),
-    )
+        fits = whole if path == "global_mask" else call
+        words, force = (None, fits, fits + 1), "masked" if natural_dense or roll >= 90 else None
+    return words[pick % len(words)], force
 
 
-@st.composite
+def _topk(draw: DrawFn, lengths: Lengths, kinds: Sequence[TopkKind], width: int) -> TopkSpec:
+    uniform, order, holes = draw(st.booleans()), draw(among(*SLOT_ORDERS)), draw(among(*HOLES))
+    any_negative, seed, explicit = draw(st.booleans()), draw(SEEDS), draw(chance(25))
+    tokens = sum(q for _, q in lengths)
+    if explicit and 0 < tokens <= _EXPLICIT_TOKENS:
+        key = between(-2, max(c + q for c, q in lengths) + 1)
+        row = st.lists(key, max_size=min(width, _EXPLICIT_SLOTS)).map(tuple)
+        return TopkSpec(rows=tuple(draw(row) for _ in range(tokens)))
+    chosen = (kinds[0],) * len(kinds) if uniform and kinds else tuple(kinds)
+    return TopkSpec(kinds=chosen, order=order, holes=holes, any_negative=any_negative, seed=seed)
+
+
 def _data(draw: DrawFn) -> DataSpec:
-    plain = draw(chance(25))
     return DataSpec(
-        family="normal" if plain else draw(st.sampled_from(FAMILIES)),
+        family=draw(weighted(("normal", 6), *((family, 1) for family in FAMILIES))),
         weights=draw(weighted(("normal", 2), ("exact", 1))),
-        seed=draw(st.integers(0, 2**32 - 1)),
+        seed=draw(SEEDS),
         temperature=draw(weighted((1.0, 4), (0.25, 1), (3.0, 1))),
     )
 
 
-@st.composite
 def _cache_dtype(draw: DrawFn, profile: Profile, path: Path, dims: Dims) -> CacheDType:
     """The masked paths take an unquantised cache only."""
-    if path not in ("dense", "mqa") or not draw(chance(profile.fp8_share)):
+    quantised, pack = draw(chance(profile.fp8_share)), draw(among(False, True, True))
+    if path not in ("dense", "mqa") or not quantised:
         return "auto"
-    packed = dims.kv_lora_rank == 512 and dims.rope == 64
-    return draw(weighted(("fp8_e4m3", 1), ("fp8_ds_mla", 2))) if packed else "fp8_e4m3"
+    return "fp8_ds_mla" if pack and dims.kv_lora_rank == 512 and dims.rope == 64 else "fp8_e4m3"
 
 
-@st.composite
 def _paging(draw: DrawFn, dtype: CacheDType, block_size: int) -> Paging:
-    scale = draw(weighted((1.0, 1), (0.25, 1), (0.037, 2))) if dtype == "fp8_e4m3" else 1.0
+    scale = draw(among(1.0, 0.25, 0.037, 0.0061))
     return Paging(
         block_size=block_size,
-        order=draw(st.sampled_from(BLOCK_ORDERS)),
-        shared_prefix=draw(chance(30)),
+        order=draw(among(*BLOCK_ORDERS)),
+        shared_prefix=draw(st.booleans()),
         spare_blocks=draw(weighted((0, 2), (1, 1), (5, 1))),
         table_pad=draw(weighted((0, 2), (3, 1))),
         cache_row_pad=draw(weighted((0, 3), (8, 1))),
         kv_cache_dtype=dtype,
-        kv_cache_scale=scale,
-        seed=draw(st.integers(0, 2**32 - 1)),
+        kv_cache_scale=scale if dtype == "fp8_e4m3" else 1.0,
+        seed=draw(SEEDS),
     )
 
 
-@st.composite
-def _layout(draw: DrawFn, decode_tokens: int) -> Layout:
+def _layout(draw: DrawFn) -> Layout:
     """Pads keep the 16-byte alignment that vector loads on a GPU ask for."""
     return Layout(
-        num_decode_tokens=decode_tokens,
         q_pad=draw(weighted((0, 3), (8, 1))),
         kv_pad=draw(weighted((0, 3), (8, 1))),
         out_pad=draw(weighted((0, 3), (8, 1))),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 
 from hypothesis import strategies as st
@@ -80,7 +81,7 @@ def bad_when_long(case: Problem, subject: str) -> CaseRecord:
 
 
 def misbehaving(case: Problem, subject: str) -> CaseRecord:
-    """The number of tokens says what goes wrong: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit."""
+    """The number of tokens says what goes wrong: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit, 7 exit later."""
     match case.num_tokens:
         case 1:
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -92,6 +93,8 @@ def misbehaving(case: Problem, subject: str) -> CaseRecord:
             raise ZeroDivisionError("a bug of the judge")
         case 5:
             sys.exit("enough")
+        case 7:
+            threading.Timer(0.2, os._exit, [9]).start()
     return good(case, subject)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.engine.journal import Journal
+from harness.findings.store import load_case
 from reports.runs import RunError, read_rows
 from tests.harness import engine_fakes
 
@@ -24,8 +25,9 @@ def test_is_a_record_on_disk_as_soon_as_it_is_appended(tmp_path: Path) -> None:
 def test_is_a_case_pending_from_its_launch_until_it_landed(tmp_path: Path) -> None:
     case = engine_fakes.problem((5, 3)).to_json()
     with Journal(tmp_path / "run") as journal:
-        journal.launch(1, case)
-        assert (tmp_path / "run" / "pending" / "1.json").read_text() == case
+        journal.launch(1, "ours[triton]", case)
+        stored = load_case(tmp_path / "run" / "pending" / "1.json")
+        assert (stored.subject, stored.problem.to_json(), stored.expected) == ("ours[triton]", case, None)
         journal.landed(1)
         assert not list((tmp_path / "run" / "pending").iterdir())
     assert not (tmp_path / "run" / "pending").exists()
@@ -33,7 +35,7 @@ def test_is_a_case_pending_from_its_launch_until_it_landed(tmp_path: Path) -> No
 
 def test_does_a_case_that_never_landed_stay(tmp_path: Path) -> None:
     with Journal(tmp_path / "run") as journal:
-        journal.launch(0, engine_fakes.problem((5, 3)).to_json())
+        journal.launch(0, "fake", engine_fakes.problem((5, 3)).to_json())
     assert [path.name for path in (tmp_path / "run" / "pending").iterdir()] == ["0.json"]
 
 
