@@ -91,3 +91,6 @@ if _clashes:
         sys.stderr.write(f"mlacheck: {_clashes[0]}\n")
         raise SystemExit(2)
     raise NameClash("; ".join(_clashes))
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import click
 
+import mlacheck  # noqa: F401 - first of all: it refuses foreign packages of our names
 from harness.commands.doctor import doctor
 from harness.commands.listing import list_group
 from harness.commands.replay import replay

@@ -78,7 +78,11 @@ def progress_line(book: Book) -> str:
     with book.lock:
         of = f"/{book.config.limits.max_examples}" if book.config.limits.max_examples else ""
         rate = book.cases / max(book.search_seconds, 1e-9)
-        power = ", ".join(f"{name} {total / n:.2f}" for name, (total, n) in sorted(book.power.items()))
+        power = ", ".join(
+            f"{name} {book.power[name][0] / book.power[name][1]:.2f}"
+            for name in ("dropped", "added")
+            if name in book.power
+        )
         paths = " ".join(f"{name} {n}" for name, n in book.paths.most_common())
         shrinking = f" | shrinking, {len(book.to_shrink)} to go" if book.search_ended and book.store.findings else ""
         return (

@@ -26,9 +26,11 @@ class Journal:
         self._pending.mkdir(exist_ok=True)
         self._file = (folder / "journal.jsonl").open("x", encoding="utf-8")
 
-    def launch(self, shard: int, problem_json: str) -> None:
-        """Put the case on disk before it runs."""
-        (self._pending / f"{shard}.json").write_text(problem_json, encoding="utf-8")
+    def launch(self, shard: int, subject: str, problem_json: str) -> None:
+        """Put the case on disk, as a case file, before it runs."""
+        head = json.dumps({"format": "mlacheck-case", "subject": subject})
+        text = f'{head[:-1]}, "problem": {problem_json}}}\n'
+        (self._pending / f"{shard}.json").write_text(text, encoding="utf-8")
 
     def append(self, record: CaseRecord) -> None:
         """One record, one line, flushed."""

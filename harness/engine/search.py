@@ -216,7 +216,7 @@ class Shard:
 
     def _run(self, problem_json: str, timeout_s: float | None = None) -> CaseRecord:
         with self.book.lock:
-            self.book.journal.launch(self.index, problem_json)
+            self.book.journal.launch(self.index, self.slot.spec.subject, problem_json)
         return self.slot.run(problem_json, timeout_s)
 
     def _judge(self, problem_json: str) -> CaseRecord | None:

@@ -81,7 +81,7 @@ def bad_when_long(case: Problem, subject: str) -> CaseRecord:
 
 
 def misbehaving(case: Problem, subject: str) -> CaseRecord:
-    """The number of tokens says what goes wrong: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit, 7 exit later."""
+    """By its number of tokens: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit, 7 exit later."""
     match case.num_tokens:
         case 1:
             os.kill(os.getpid(), signal.SIGSEGV)
