@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_offset_mod_survives_a_key_start_that_is_none(family: int) -> None:
 def test_mods_of_one_family_differ_in_the_key_of_their_compiled_kernels() -> None:
     from optimized.mask_mods import mask_mod_for
 
-    mods = [mask_mod_for(family, offset) for family in (90, 100) for offset in (False, True)]
+    mods: list[Any] = [mask_mod_for(family, offset) for family in (90, 100) for offset in (False, True)]
     assert len({mod.__cute_hash__ for mod in mods}) == len(mods)
     assert [getattr(mod, "__vec_size__", 1) for mod in mods] == [1, 1, 128, 32]
     assert mask_mod_for(90, True) is mask_mod_for(90, True)

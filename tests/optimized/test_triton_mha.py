@@ -309,8 +309,8 @@ def _bad(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_bad_argument_is_named(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
-    out = arguments.get("out")
-    before = None if out is None else out.clone()
+    out: Any = arguments.get("out")
+    before: Any = None if out is None else out.clone()
     with pytest.raises(error, match=text):
         triton_masked_mha(**arguments)
     assert out is None or torch.equal(out, before)
