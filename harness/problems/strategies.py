@@ -112,7 +112,7 @@ def _problem(draw: DrawFn, profile: Profile) -> Problem:
         requests = draw(shapes(profile, room))
         lengths = clip(requests, profile, path, block_size, room)
         kinds = [request.kind for request in requests]
-        if twins and len(lengths) > 1:
+        if twins and len(lengths) > 1 and 2 * lengths[0][1] <= room.query:
             lengths[1] = lengths[0]
         if as_many_as_heads and lengths:
             lengths = with_tokens(lengths, dims.heads)
@@ -244,10 +244,11 @@ def _data(draw: DrawFn) -> DataSpec:
 
 def _cache_dtype(draw: DrawFn, profile: Profile, path: Path, dims: Dims) -> CacheDType:
     """The masked paths take an unquantised cache only."""
-    quantised, pack = draw(chance(profile.fp8_share)), draw(among(False, True, True))
-    if path not in ("dense", "mqa") or not quantised:
+    roll = draw(between(0, 99))
+    packed = dims.kv_lora_rank == 512 and dims.rope == 64
+    if path not in ("dense", "mqa") or roll < 100 - profile.fp8_share * (2 if packed else 1):
         return "auto"
-    return "fp8_ds_mla" if pack and dims.kv_lora_rank == 512 and dims.rope == 64 else "fp8_e4m3"
+    return "fp8_ds_mla" if packed and roll % 3 else "fp8_e4m3"
 
 
 def _paging(draw: DrawFn, dtype: CacheDType, block_size: int) -> Paging:
