@@ -29,18 +29,17 @@ def pack_mask(
     With key starts, key n is bit `key_starts[b] + n`, the last word of query row 0 holds the key start, and the
     last word of the other rows holds `stray`, which is no data.
     """
-    mask = torch.zeros(len(keep), padded_q, words, dtype=torch.int32)
+    masks = []
     for b, rows in enumerate(keep):
         start = 0 if key_starts is None else key_starts[b]
-        for i, row in enumerate(rows):
-            packed = [0] * words
-            for n in row.nonzero().flatten().tolist():
-                packed[(start + n) >> 5] |= 1 << ((start + n) & 31)
-            mask[b, i] = torch.tensor([as_int32(word) for word in packed], dtype=torch.int32)
+        bits = torch.zeros(padded_q, words * 32, dtype=torch.int64, device=rows.device)
+        bits[: rows.shape[0], start : start + rows.shape[1]] = rows
+        packed = (bits.view(padded_q, words, 32) << torch.arange(32, device=rows.device)).sum(-1)
         if key_starts is not None:
-            mask[b, :, -1] = as_int32(stray)
-            mask[b, 0, -1] = start
-    return mask
+            packed[:, -1] = stray
+            packed[0, -1] = start
+        masks.append(torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32))
+    return torch.stack(masks)
 
 
 @dataclass(frozen=True)
