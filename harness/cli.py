@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import click
 
 import mlacheck  # noqa: F401 - first of all: it refuses foreign packages of our names
+from harness.commands.bench import bench
 from harness.commands.doctor import doctor
 from harness.commands.listing import list_group
 from harness.commands.replay import replay
@@ -32,7 +33,7 @@ def main() -> None:
     """Run a sparse MLA prefill beside a float64 oracle; judge every stage within a derived bound."""
 
 
-for command in (run, replay, shrink, list_group, report, doctor):
+for command in (run, replay, shrink, list_group, report, bench, doctor):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Performance figures: kernel timings, whole prefills, compile counts. Never part of a test."""
