@@ -11,7 +11,9 @@ import multiprocessing
 import os
 import re
 import signal
-from concurrent.futures import CancelledError
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
@@ -56,7 +58,7 @@ def gpu_count() -> int:
 
 @dataclass
 class Slot:
-    """One worker and its replacements. Not thread-safe: one thread drives one slot."""
+    """One worker and its replacements. One thread drives a slot; any other may stop it."""
 
     spec: WorkerSpec
     timeout_s: float
@@ -65,6 +67,8 @@ class Slot:
     def __post_init__(self) -> None:
         self._pool = self._new_pool()
         self._stopped = False
+        self._lock = threading.Lock()
+        self._running: Future[Any] | None = None
 
     def _new_pool(self) -> Any:
         return ProcessPool(max_workers=1, max_tasks=CASES_PER_WORKER, context=self.context)
@@ -76,13 +80,20 @@ class Slot:
             SubjectRefused: unknown subject, or it cannot be loaded here.
         """
         try:
-            facts: dict[str, str] = self._pool.schedule(prepare, args=(self.spec,), timeout=START_TIMEOUT_S).result()
+            facts: dict[str, str] = self._call(prepare, START_TIMEOUT_S)
             return facts
         except TimeoutError:
             raise SubjectRefused(f"{self.spec.subject}: not loaded after {START_TIMEOUT_S:.0f} s") from None
         except (ProcessExpired, BrokenProcessPool) as error:
             how = _how_it_ended(getattr(error, "exitcode", None))
             raise SubjectRefused(f"{self.spec.subject}: the worker {how} while loading it") from None
+
+    def _call(self, function: Callable[..., Any], timeout_s: float, *args: str) -> Any:
+        """Run in the worker. The clock of `timeout_s` starts there; a worker that never starts is bounded too."""
+        self._running = self._pool.schedule(function, args=(self.spec, *args), timeout=timeout_s)
+        if self._stopped:
+            self._running.cancel()
+        return self._running.result(timeout_s + START_TIMEOUT_S)
 
     def run(self, problem_json: str, timeout_s: float | None = None) -> CaseRecord:
         """Judge one case; a time-out of its own may be given.
@@ -94,8 +105,7 @@ class Slot:
         kills, logged = oom_kills(), self._log_size()
         for last_try in (False, True):
             try:
-                row = self._pool.schedule(run_case, args=(self.spec, problem_json), timeout=limit).result()
-                return CaseRecord.model_validate(row)
+                return CaseRecord.model_validate(self._call(run_case, limit, problem_json))
             except TimeoutError:
                 return self._bare(problem_json, Status.HANG, f"no answer in {limit:g} s", seconds=limit)
             except ProcessExpired as error:
@@ -105,10 +115,11 @@ class Slot:
             except (BrokenProcessPool, RuntimeError):
                 # Pebble gives up the pool when a worker dies before its start of the task was seen. That may
                 # have been an idle worker that was killed: one more try tells whether the case is to blame.
-                if self._stopped:
-                    raise Stopped from None
-                self._pool.stop()
-                self._pool = self._new_pool()
+                with self._lock:
+                    if self._stopped:
+                        raise Stopped from None
+                    self._pool.stop()
+                    self._pool = self._new_pool()
                 if last_try:
                     return self._died(problem_json, None, kills, logged)
         raise AssertionError("unreachable")
@@ -141,9 +152,15 @@ class Slot:
 
     def stop(self) -> None:
         """End the worker now; a case that runs is abandoned."""
-        self._stopped = True
-        self._pool.stop()
-        self._pool.join()
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            self._pool.stop()
+            if self._running is not None:
+                # A task that no worker has taken yet is forgotten by a stopped pool: nobody else ends the wait.
+                self._running.cancel()
+            self._pool.join()
 
 
 def _how_it_ended(exitcode: int | None) -> str:

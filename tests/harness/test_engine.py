@@ -95,9 +95,10 @@ def test_does_the_death_of_an_idle_worker_cost_no_case(slot: Slot) -> None:
     assert slot.run(case_of(6)).status is Status.PASS
 
 
-def test_does_a_stopped_slot_abandon_the_running_case(slot: Slot) -> None:
+@pytest.mark.parametrize("after", [0.0, 0.02, 0.5])
+def test_does_a_stopped_slot_abandon_the_running_case(slot: Slot, after: float) -> None:
     slot.timeout_s = 30.0
-    threading.Timer(0.5, slot.stop).start()
+    threading.Timer(after, slot.stop).start()
     start = time.monotonic()
     with pytest.raises(Stopped):
         slot.run(case_of(2))
