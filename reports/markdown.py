@@ -7,9 +7,11 @@ from pathlib import Path
 import pandas as pd
 
 from reports import tables
-from reports.finding import headline
-from reports.records import CaseRecord, Status
+from reports.records import Status
 from reports.runs import read_meta, read_rows
+
+MESSAGE_LINE = 2
+"""Line of a finding's report that holds its message; the title is line 0."""
 
 
 def run_markdown(run: Path) -> str:
@@ -73,24 +75,15 @@ def markdown_table(frame: pd.DataFrame) -> str:
 
 
 def _findings(run: Path) -> list[str]:
-    lines: list[str] = []
-    seen: set[tuple[str | None, str]] = set()
-    for row in read_rows(run):
-        record = CaseRecord.model_validate(row)
-        if record.status.is_finding and (record.stage, record.status.value) not in seen:
-            seen.add((record.stage, record.status.value))
-            lines.append(f"- **{record.status.value}** at {record.stage or 'case'}: {headline(record)}")
+    """Title and message of each finding's own report, and its replay line."""
+    lines = ["## Findings", ""]
     folders = sorted(path.parent for path in (run / "findings").glob("*/case.json"))
-    if not lines:
-        return ["## Findings", "", "None.", ""]
-    return [
-        "## Findings",
-        "",
-        *lines,
-        "",
-        *(f"    mlacheck replay {folder.resolve() / 'case.json'}" for folder in folders),
-        "",
-    ]
+    for folder in folders:
+        report = folder / "report.md"
+        text = report.read_text(encoding="utf-8").splitlines() if report.is_file() else []
+        title, message = (text[0].removeprefix("# "), text[2]) if len(text) > MESSAGE_LINE else (folder.name, "")
+        lines += [f"- **{title}**: {message}", "", f"      mlacheck replay {folder.resolve() / 'case.json'}", ""]
+    return lines if folders else [*lines, "None.", ""]
 
 
 def _worst_cases(frame: pd.DataFrame) -> pd.DataFrame:

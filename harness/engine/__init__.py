@@ -1,0 +1,1 @@
+"""The engine: Hypothesis in driver processes, cases in worker processes, the book in the main process."""

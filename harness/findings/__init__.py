@@ -1,0 +1,1 @@
+"""Findings: stored, replayed, shrunk."""

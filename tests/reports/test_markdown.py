@@ -76,8 +76,19 @@ def test_are_places_and_terms_short() -> None:
 def test_does_the_run_report_hold_the_counts_and_the_seed(tmp_path: Path) -> None:
     good = CaseRecord(case_id="1", subject="s", status=Status.PASS, paths=["dense"], features=["dims:small"])
     text = run_markdown(make_run(tmp_path / "run", good, BAD))
-    for part in ("2 cases: 1 passed, 1 failing", "seed 7", "**FAIL** at attend", "| remap | 1 | 50 % |", "published"):
+    for part in ("2 cases: 1 passed, 1 failing", "seed 7", "None.", "| remap | 1 | 50 % |", "published"):
         assert part in text
+
+
+def test_does_the_run_report_name_each_finding_with_its_replay_line(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", BAD)
+    finding = run / "findings" / "attend-fail-1"
+    finding.mkdir(parents=True)
+    (finding / "case.json").write_text("{}")
+    (finding / "report.md").write_text(finding_markdown(BAD, case_json="{}", facts={}, replay="replay"))
+    text = run_markdown(run)
+    assert "- **FAIL at attend: ours[triton]**: attend.lse: LSE | too small" in text
+    assert f"mlacheck replay {finding / 'case.json'}" in text
 
 
 def test_is_a_run_that_was_killed_reported_with_the_cases_that_were_running(tmp_path: Path) -> None:
