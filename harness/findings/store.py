@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ class Finding:
     @property
     def replay_line(self) -> str:
         """The command that reproduces it from any working folder."""
-        return f"mlacheck replay {self.folder.resolve() / 'case.json'}"
+        return f"mlacheck replay {shlex.quote(str(self.folder.resolve() / 'case.json'))}"
 
 
 class FindingStore:

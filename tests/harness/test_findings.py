@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,12 @@ def test_is_a_known_fault_counted_and_not_stored_again(tmp_path: Path) -> None:
     report = (first.folder / "report.md").read_text()
     assert "row 19 missed key 31" in report
     assert first.replay_line in report
+
+
+def test_does_the_replay_line_survive_a_folder_with_spaces(tmp_path: Path) -> None:
+    finding = FindingStore(tmp_path / "my runs", {}).add(failing(), LONG)
+    assert finding is not None
+    assert shlex.split(finding.replay_line) == ["mlacheck", "replay", str(finding.folder / "case.json")]
 
 
 def test_does_a_replay_say_that_nothing_has_changed() -> None:
