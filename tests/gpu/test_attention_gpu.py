@@ -117,6 +117,16 @@ def test_offset_call_starts_at_any_key(attention: Attention, dims: tuple[int, in
     batch.check(attention, keep, mask=mask, offset=True)
 
 
+@pytest.mark.parametrize("dims", PUBLISHED + SMALL)
+@pytest.mark.parametrize("key_start", [None, 0, 29])
+def test_bits_past_the_segment_are_no_keys(attention: Attention, dims: tuple[int, int], key_start: int | None) -> None:
+    batch = Batch([130], [150], dims)
+    longer = torch.rand(130, 600, generator=batch.random, device=DEVICE) < 0.5  # a mask of the whole sequence
+    starts = None if key_start is None else [key_start]
+    mask = pack_mask([longer], 24, 256, starts)
+    batch.check(attention, [longer[:, :150]], mask=mask, offset=key_start is not None)
+
+
 @pytest.mark.parametrize("dims", PUBLISHED)
 @pytest.mark.parametrize("key_start", [0, 5, 31])
 def test_long_offset_call(attention: Attention, dims: tuple[int, int], key_start: int) -> None:

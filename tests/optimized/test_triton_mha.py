@@ -103,6 +103,15 @@ def test_key_start_word_is_not_read_as_bits() -> None:
     batch.check(keep, mask=mask, offset=True)
 
 
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("key_start", [None, 0, 29])
+def test_bits_past_the_segment_are_no_keys(key_start: int | None) -> None:
+    batch = Batch([3], [50])
+    longer = torch.rand(3, 200, generator=batch.random) < 0.5  # as in a mask of the whole sequence
+    starts = None if key_start is None else [key_start]
+    batch.check([longer[:, :50]], mask=pack_mask([longer], 12, 4, starts), offset=key_start is not None)
+
+
 def test_words_beside_the_mask_are_not_read() -> None:
     batch = Batch([3], [200])
     keep = [torch.zeros(3, 200, dtype=torch.bool)]
