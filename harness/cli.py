@@ -5,12 +5,15 @@ Exit codes of every command: 0 clean, 1 findings (or a replay that still fails),
 
 from __future__ import annotations
 
+import traceback
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import click
 
 import mlacheck  # noqa: F401 - first of all: it refuses foreign packages of our names
 from harness.commands.bench import bench
+from harness.commands.common import Refusal
 from harness.commands.doctor import doctor
 from harness.commands.listing import list_group
 from harness.commands.replay import replay
@@ -27,7 +30,25 @@ def _version() -> str:
         return "not installed"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class Commands(click.Group):
+    """Exit code 1 means findings, so nothing else may end with it: neither an interrupt nor a fault of ours."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; whatever is not a verdict becomes exit code 2."""
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit):
+            raise
+        except (KeyboardInterrupt, click.Abort):
+            raise Refusal("interrupted") from None
+        except OSError as error:
+            raise Refusal(str(error)) from None
+        except Exception:
+            traceback.print_exc()
+            raise Refusal("a fault of mlacheck itself (see the traceback above)") from None
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(_version(), prog_name="mlacheck")
 def main() -> None:
     """Run a sparse MLA prefill beside a float64 oracle; judge every stage within a derived bound."""

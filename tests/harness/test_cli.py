@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from harness.cli import main
 from tests.harness import engine_fakes
 
 NEEDED_KEYS = {
@@ -142,6 +144,27 @@ def test_are_findings_of_all_runs_listed(tmp_path: Path) -> None:
     assert finding is not None
     (row,) = last_json(mlacheck(tmp_path, "list", "findings", "--json"))["findings"]
     assert (row["id"], row["state"], row["count"], row["run"]) == (finding.id, "open", 1, "r1")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (KeyboardInterrupt(), "mlacheck: interrupted"),
+        (PermissionError(13, "Permission denied", "runs"), "mlacheck: [Errno 13] Permission denied: 'runs'"),
+        (ZeroDivisionError("a bug"), "mlacheck: a fault of mlacheck itself (see the traceback above)"),
+    ],
+)
+def test_is_exit_code_one_left_to_findings(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, line: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("harness.engine.search.run", fail)
+    done = CliRunner().invoke(main, ["run"])
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1] == line
+    assert done.stdout == ""
 
 
 def test_is_the_command_line_light(tmp_path: Path) -> None:
