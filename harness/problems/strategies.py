@@ -171,7 +171,7 @@ def _chunks(
     # a budget below the alignment is illegal: then align to what the budget allows
     alignment = min(block_size if isinstance(step, str) else step, budget)
     longest = {"full": budget, "half": -(-budget // 2), "step": alignment}[piece]
-    if total > 2 * longest * profile.max_chunks:
+    if total > longest * profile.max_chunks:
         longest = budget
     return Chunks(row_budget=budget, max_context_chunk=max(longest, alignment), split_alignment=alignment)
 

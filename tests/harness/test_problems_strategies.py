@@ -59,7 +59,7 @@ def test_every_path_and_chunk_count_has_its_share(profile: ProfileName) -> None:
     assert share(profile, lambda p: len(p.requests) > 1) >= 0.4
     assert share(profile, lambda p: len(p.requests) == 1) >= 0.2
     assert share(profile, lambda p: "traffic" in p.source) >= 0.13
-    assert share(profile, lambda p: "dims:published" in p.features()) >= 0.08
+    assert share(profile, lambda p: "dims:published" in p.features()) >= 0.09
 
 
 @pytest.mark.parametrize("profile", PROFILE_NAMES)
