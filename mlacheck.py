@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from harness.checks.case import check_case
     from harness.problems.problem import Problem, ProblemError
+    from harness.subjects.api import NotRunnable, StageSubject, SubjectError, subject
+    from harness.subjects.contract import Contract
     from harness.subjects.registry import list_subjects
+    from reference.numerics import Numerics, RowSum
     from reports.records import CaseRecord, CheckRecord, Place, Status
 
 PACKAGES = ("reference", "optimized", "harness", "reports")
@@ -26,6 +29,13 @@ _HOMES = {
     "Problem": "harness.problems.problem",
     "ProblemError": "harness.problems.problem",
     "list_subjects": "harness.subjects.registry",
+    "Contract": "harness.subjects.contract",
+    "NotRunnable": "harness.subjects.api",
+    "StageSubject": "harness.subjects.api",
+    "SubjectError": "harness.subjects.api",
+    "subject": "harness.subjects.api",
+    "Numerics": "reference.numerics",
+    "RowSum": "reference.numerics",
     "CaseRecord": "reports.records",
     "CheckRecord": "reports.records",
     "Place": "reports.records",
@@ -35,14 +45,21 @@ _HOMES = {
 __all__ = [
     "CaseRecord",
     "CheckRecord",
+    "Contract",
     "NameClash",
+    "NotRunnable",
+    "Numerics",
     "Place",
     "Problem",
     "ProblemError",
+    "RowSum",
+    "StageSubject",
     "Status",
+    "SubjectError",
     "check_case",
     "list_subjects",
     "name_clashes",
+    "subject",
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -15,11 +14,14 @@ from harness.checks.power import power_shares, vacuous_classes
 from harness.checks.prefill import check_fed, check_raw, check_result_shape, raw_reference, requests_of
 from harness.checks.readout import Attend
 from harness.checks.relations import Base, check_relation
+from harness.checks.stage_case import check_stage
+from harness.checks.summary import summarise
 from harness.checks.verdict import failed, passed
 from harness.checks.walk_mha import MhaWalk
 from harness.checks.walk_mqa import MqaWalk
 from harness.problems.problem import Problem
 from harness.problems.tensors import Inputs, build_inputs, tensor_hash
+from harness.subjects.api import StageSubject
 from harness.subjects.base import NotRunnable, PrefillOutcome, PrefillSubject
 from harness.subjects.registry import resolve
 from optimized.trace import AttendEvent, Trace
@@ -40,6 +42,8 @@ def check_case(problem: Problem, subject_name: str) -> CaseRecord:
     """Judge one case. The subject's own exceptions become verdicts; faults of the harness are raised."""
     started = time.perf_counter()
     subject = resolve(subject_name)
+    if isinstance(subject, StageSubject):
+        return check_stage(problem, subject, default_device())
     record = CaseRecord(
         case_id=problem.case_id,
         subject=subject_name,
@@ -51,7 +55,7 @@ def check_case(problem: Problem, subject_name: str) -> CaseRecord:
     inputs = build_inputs(problem, default_device())
     record.tensor_hash = tensor_hash(inputs)
     checks = _judge(problem, subject, inputs, record)
-    _summarise(record, checks, nothing_compared=problem.num_tokens == 0)
+    summarise(record, checks, nothing_compared=problem.num_tokens == 0)
     record.seconds = time.perf_counter() - started
     return record
 
@@ -170,37 +174,3 @@ def _repeat(problem: Problem, subject: PrefillSubject, first: PrefillOutcome) ->
         )
         return [failed("guard", "guard.poison", message, status=Status.GUARD)]
     return [passed("guard", "guard.repeat")]
-
-
-def _summarise(record: CaseRecord, checks: Sequence[CheckRecord], *, nothing_compared: bool) -> None:
-    """Status, first bad stage, margins, and the records worth keeping: what is not a plain PASS, one a check."""
-    bad = first_bad(list(checks))
-    not_run = next((check for check in checks if check.status is Status.NOT_RUN), None)
-    if not_run is not None:
-        record.status, record.message = Status.NOT_RUN, not_run.message
-    elif bad is not None:
-        record.status, record.stage, record.message = bad.status, bad.stage, bad.message
-    elif any(check.status is Status.WATCH for check in checks):
-        record.status = Status.WATCH
-    elif nothing_compared:
-        record.status = Status.VACUOUS
-    worst: dict[str, CheckRecord] = {}
-    for check in checks:
-        if check.status.is_finding:
-            continue
-        kept = worst.get(check.check)
-        if kept is None or (check.margin or 0.0) > (kept.margin or 0.0):
-            worst[check.check] = check
-    record.checks = [check for check in checks if check.status.is_finding] + list(worst.values())
-    record.margin_out = _worst_margin(checks, ".out")
-    record.margin_lse = _worst_margin(checks, ".lse")
-
-
-def _worst_margin(checks: Sequence[CheckRecord], suffix: str) -> float | None:
-    """Over the attention results: of stages that round once the margin is near 1 always."""
-    margins = [
-        check.margin
-        for check in checks
-        if check.stage in ("attend", "mqa", "prefill") and check.check.endswith(suffix) and check.margin is not None
-    ]
-    return max(margins, default=None)

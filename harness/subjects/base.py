@@ -9,16 +9,10 @@ import torch
 
 from harness.problems.problem import Problem
 from harness.problems.tensors import Inputs
+from harness.subjects.api import NotRunnable as NotRunnable
+from harness.subjects.api import SubjectError as SubjectError
 from harness.subjects.contract import Contract
 from optimized.trace import Trace
-
-
-class SubjectError(ValueError):
-    """A subject that does not exist or cannot be loaded; the message is one clear line."""
-
-
-class NotRunnable(RuntimeError):  # noqa: N818 - an outcome, not a fault
-    """The subject cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)

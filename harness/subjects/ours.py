@@ -18,7 +18,7 @@ from optimized.attention.fa4 import fa4_available
 from optimized.metadata import PrefillMetadata, build_prefill_metadata
 from optimized.sparse_mla import SparseMLAImpl
 from optimized.trace import Trace
-from reference.numerics import FA4_SM90, FA4_SM100, TRITON, Numerics
+from reference.numerics import FA4_SM90, FA4_SM100, TRITON, TRITON_MQA, Numerics
 
 
 class OurLayer:
@@ -27,7 +27,7 @@ class OurLayer:
     def __init__(self, attention: str, name: str | None = None) -> None:
         self.attention = attention
         self.name = name or f"ours[{attention}]"
-        self.contract = Contract(numerics=_numerics(attention))
+        self.contract = Contract(strides="any", numerics=_numerics(attention), mqa_numerics=TRITON_MQA)
         self.mask_guard: GuardedBuffer | None = None
         """The mask workspace of the last call, for the guards."""
 

@@ -1,0 +1,195 @@
+"""One case of a subject that offers one stage: feed it the oracle's inputs of that stage, judge what it gives.
+
+The inputs come from the problem by the reference road (oracle projections rounded to the storage type, oracle
+masks), so no fault of another stage is in them. The judge of each stage is named in `harness/subjects/stages.py`
+and looks like `judge(run) -> records`.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.checks.facts import Facts
+from harness.checks.guards import GuardedBuffer, same_bits
+from harness.checks.link import first_bad
+from harness.checks.summary import summarise
+from harness.checks.verdict import failed, passed
+from harness.problems.problem import Problem
+from harness.problems.tensors import build_inputs, tensor_hash
+from harness.subjects.api import NotRunnable, StageSubject
+from harness.subjects.stages import STAGES
+from reports.records import CaseRecord, CheckRecord, Place, Status
+
+REPEAT_EVERY = 4
+"""In one case of this many (by its id) the first call is made twice."""
+
+
+Bits = Sequence[torch.Tensor | None]
+"""Results of one call that are compared bit for bit."""
+
+
+class Ended(Exception):  # noqa: N818 - not an error of the harness
+    """The case ends here: the subject gave no result. Carries the record that says so."""
+
+    def __init__(self, record: CheckRecord) -> None:
+        super().__init__(record.message)
+        self.record = record
+
+
+class StageRun:
+    """One case while it is judged: what the judges of all stages need."""
+
+    def __init__(self, facts: Facts, subject: StageSubject, record: CaseRecord) -> None:
+        self.facts = facts
+        self.subject = subject
+        self.record = record
+        self.records: list[CheckRecord] = []
+        """Guards and repetitions; the judge's own records come first."""
+        self.repeats = subject.contract.deterministic and int(record.case_id, 16) % REPEAT_EVERY == 0
+
+    @property
+    def stage(self) -> str:
+        return self.subject.stage
+
+    @property
+    def problem(self) -> Problem:
+        return self.facts.problem
+
+    def takes(self, name: str) -> bool:
+        """Whether the function takes this input."""
+        return name in self.subject.takes
+
+    def call(self, call: str, offered: Mapping[str, Any], written: Mapping[str, GuardedBuffer] | None = None) -> Any:
+        """Call the subject once and return what it returns.
+
+        `written` are those of the inputs that it may write. All others must be left as they were. Raises Ended if
+        the subject raises; running out of memory and NotRunnable go through.
+        """
+        before = {name: _copy(value) for name, value in offered.items() if name in self.subject.takes}
+        result = self._run(call, offered)
+        for name, old in before.items():
+            if name not in (written or {}) and not _same(offered[name], old):
+                message = f"{call} changed its input {name}"
+                self.records.append(failed("guard", "guard.inputs", message, Place(call=call), status=Status.GUARD))
+        for name, buffer in (written or {}).items():
+            self.records.append(buffer.check("workspace" if name == "out" and self.stage == "mask" else name))
+        return result
+
+    def _run(self, call: str, offered: Mapping[str, Any]) -> Any:
+        try:
+            result = self.subject(offered)
+            if self.facts.inputs.q.is_cuda:
+                torch.cuda.synchronize()
+        except (NotRunnable, MemoryError):
+            raise
+        except Exception as error:
+            if type(error).__name__ == "OutOfMemoryError":
+                raise
+            message = f"{call}: the subject raised {type(error).__name__} on a legal case: {error}{_line(error)}"
+            check = f"{self.stage}.run"
+            raise Ended(failed(self.stage, check, message, Place(call=call), status=Status.CONTRACT)) from error
+        return result
+
+    def check_repeat(
+        self, call: str, make: Callable[[], Mapping[str, Any]], results: Callable[[Any, Mapping[str, Any]], Bits]
+    ) -> None:
+        """Make the call twice more, on inputs made anew; the results must have the same bits.
+
+        `results(returned, inputs)` is what to compare.
+        """
+        if not self.repeats:
+            return
+        self.repeats = False
+        seen = []
+        for _ in range(2):
+            offered = make()
+            seen.append(results(self._run(call, offered), offered))
+        for index, (first, second) in enumerate(zip(*seen, strict=True)):
+            if first is not None and second is not None and not same_bits(first.contiguous(), second.contiguous()):
+                message = f"{call}: two identical calls gave different bits in result {index}"
+                place = Place(call=call)
+                self.records.append(failed("guard", "guard.repeat", message, place, status=Status.RACY))
+                return
+        self.records.append(passed("guard", "guard.repeat"))
+
+
+Judge = Callable[[StageRun], list[CheckRecord]]
+
+
+def check_stage(problem: Problem, subject: StageSubject, device: torch.device) -> CaseRecord:
+    """Judge one case. The subject's own exceptions become verdicts; faults of the harness are raised.
+
+    A case outside the subject's contract is NOT_RUN, and so is every case where the subject cannot run.
+    """
+    started = time.perf_counter()
+    domain = subject.domain
+    seen = domain.view(problem)
+    record = CaseRecord(
+        case_id=problem.case_id,
+        subject=subject.name,
+        source=problem.source,
+        status=Status.PASS,
+        chunks=len(seen.planned_chunks),
+        features=seen.features(),
+        paths=[subject.stage],
+    )
+    outside = domain.outside(problem)
+    if outside is not None:
+        reason = f"the case lies outside the contract of the subject: {outside}"
+        checks = [failed(subject.stage, f"{subject.stage}.run", reason, status=Status.NOT_RUN)]
+    elif subject.contract.device == "cuda" and device.type != "cuda":
+        reason = "its contract asks for a CUDA GPU, and there is none here"
+        checks = [failed(subject.stage, f"{subject.stage}.run", reason, status=Status.NOT_RUN)]
+    else:
+        inputs = build_inputs(seen, device)
+        if seen == problem:
+            record.tensor_hash = tensor_hash(inputs)
+        checks = _judge(StageRun(Facts(seen, inputs, subject.contract), subject, record))
+    summarise(record, checks, nothing_compared=not checks)
+    record.seconds = time.perf_counter() - started
+    return record
+
+
+def _judge(run: StageRun) -> list[CheckRecord]:
+    module, _, name = STAGES[run.stage].judge.partition(":")
+    judge: Judge = getattr(import_module(module), name)
+    try:
+        checks = judge(run)
+    except Ended as end:
+        checks = [end.record]
+    except NotRunnable as reason:
+        return [failed(run.stage, f"{run.stage}.run", str(reason), status=Status.NOT_RUN)]
+    if not checks:
+        return []
+    if first_bad(checks) is None or first_bad(checks).check != f"{run.stage}.run":  # type: ignore[union-attr]
+        checks.append(passed(run.stage, f"{run.stage}.run"))
+    if not any(record.check == "guard.inputs" for record in run.records):
+        run.records.append(passed("guard", "guard.inputs"))
+    return [*checks, *run.records]
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _same(value: Any, old: Any) -> bool:
+    if isinstance(old, torch.Tensor):
+        return same_bits(value, old)
+    if isinstance(old, list):
+        return len(value) == len(old) and all(_same(a, b) for a, b in zip(value, old, strict=True))
+    return bool(value == old)
+
+
+def _line(error: BaseException) -> str:
+    """Where it was raised, in the innermost frame that is not torch's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
