@@ -24,6 +24,10 @@ class Case:
     allowed: Tensor
     scale: float
 
+    def to(self, device: torch.device) -> Case:
+        """The same case on a device."""
+        return Case(self.q.to(device), self.k.to(device), self.v.to(device), self.allowed.to(device), self.scale)
+
 
 def split_evenly(num_keys: int, parts: int) -> list[tuple[int, int]]:
     """`parts` segments of nearly equal length, not aligned to anything."""
