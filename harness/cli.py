@@ -16,6 +16,7 @@ from harness.commands.bench import bench
 from harness.commands.common import Refusal
 from harness.commands.doctor import doctor
 from harness.commands.listing import list_group
+from harness.commands.measure import measure
 from harness.commands.replay import replay
 from harness.commands.report import report
 from harness.commands.run import run
@@ -54,7 +55,7 @@ def main() -> None:
     """Run a sparse MLA prefill beside a float64 oracle; judge every stage within a derived bound."""
 
 
-for command in (run, replay, shrink, list_group, report, bench, doctor):
+for command in (run, replay, shrink, list_group, report, bench, measure, doctor):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def plan(rows: int, shapes: tuple[Shape, ...], seed: int) -> Iterator[tuple[int,
                 for chunks in CHUNKS:
                     if done >= rows:
                         return
-                    yield seed, family, chunks, shape
+                    yield seed * len(CHUNKS) + chunks, family, chunks, shape
                     done += shape.n * shape.heads
             seed += 1
 
