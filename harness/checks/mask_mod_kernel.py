@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from harness.checks.mask_mod_readout import vec_size
+
 if not torch.cuda.is_available():
     # CuTe asks the driver for the target unless it is told one; host loops run whatever it is
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
@@ -46,12 +48,6 @@ class SeqlenInfo(NamedTuple):
     seqlen_k: Any
 
 
-def vec_size(mod: Callable[..., Any]) -> int:
-    """Keys that a mod answers for in one call."""
-    size: int = getattr(mod, "__vec_size__", 1)
-    return size
-
-
 @cute.jit
 def _scalar_words(mod, sm90, tile_keys, mask, out, lens, b, head, row, word):
     """One word of answers, 32 calls."""
@@ -67,7 +63,7 @@ def _scalar_words(mod, sm90, tile_keys, mask, out, lens, b, head, row, word):
             asked_row = row
             if cutlass.const_expr(sm90):
                 asked_row = row % q_len if last else row
-            index = [_vector(x, 1, 1) for x in (b, head, asked_row, asked_key)]
+            index = [_vector(x) for x in (b, head, asked_row, asked_key)]
             seen = mod(*index, SeqlenInfo(q_len, k_len), [mask])
             bits = bits | (Uint32(1) << Uint32(j) if cutlass.Boolean(seen[0]) else Uint32(0))
     out[b, row, word] = Int32(bits)
@@ -89,11 +85,11 @@ def _packed_words(mod, tile_keys, mask, out, lens, b, head, row, group):
         for call in cutlass.range_constexpr(calls):
             column = group_in_tile * words * WORD_KEYS + call * size
             keys = cute.make_rmem_tensor(size, Int32)
-            for lane in cutlass.range_constexpr(size):
+            for lane in cutlass.range(size, unroll_full=True):
                 key = tile * tile_keys + column + lane
                 key = key % k_len if tile == tiles - 1 else key
                 keys[lane] = key if column + lane < tile_keys else Int32(0)
-            index = [_vector(x, size, 0) for x in (b, head, row)]
+            index = [_vector(x).broadcast_to((size,)) for x in (b, head, row)]
             answer = mod(*index, keys.load(), SeqlenInfo(q_len, k_len), [mask])
             for c in cutlass.range_constexpr(words):
                 bits = Uint32(answer[c])
@@ -107,10 +103,9 @@ def _packed_words(mod, tile_keys, mask, out, lens, b, head, row, group):
 
 
 @cute.jit
-def _vector(first, count, step):
-    values = cute.make_rmem_tensor(count, Int32)
-    for i in cutlass.range_constexpr(count):
-        values[i] = first + i * step
+def _vector(value):
+    values = cute.make_rmem_tensor(1, Int32)
+    values[0] = value
     return values.load()
 
 
