@@ -149,8 +149,8 @@ def check_stage(problem: Problem, subject: StageSubject, device: torch.device) -
         checks = [failed(subject.stage, f"{subject.stage}.run", reason, status=Status.NOT_RUN)]
     else:
         inputs = build_inputs(seen, device)
-        if seen == problem:
-            record.tensor_hash = tensor_hash(inputs)
+        # marked with the stage: another stage of the same problem may be given other tensors
+        record.tensor_hash = f"{subject.stage}:{tensor_hash(inputs)}"
         checks = _judge(StageRun(Facts(seen, inputs, subject.contract), subject, record))
     summarise(record, checks, nothing_compared=not checks)
     record.seconds = time.perf_counter() - started

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import click
 
-from harness.commands.common import SECONDS, Refusal
+from harness.commands.common import SECONDS, Refusal, subject_to_run
 
 
 @click.command()
 @click.argument("what", metavar="FILE|DIR|ID")
-@click.option("--subject", help="Another subject than the stored one.")
+@click.option("--subject", help="Another subject than the stored one; a user's code must be named here.")
+@click.option("--stage", help="Stage that the subject is judged for.")
 @click.option("--timeout", type=SECONDS, default=300.0, show_default=True, metavar="S")
 @click.option("--json", "as_json", is_flag=True, help="Result as one JSON object on the last line of stdout.")
-def replay(what: str, subject: str | None, timeout: float, as_json: bool) -> None:
+def replay(what: str, subject: str | None, stage: str | None, timeout: float, as_json: bool) -> None:
     """Judge a stored case again, in a fresh process.
 
     WHAT is a case file, the folder of a finding, or the id of a finding (looked up in runs/). Exit code 0: it
@@ -29,10 +30,11 @@ def replay(what: str, subject: str | None, timeout: float, as_json: bool) -> Non
     try:
         path = locate(what, Path("runs"))
         case = load_case(path)
-        result = replay_case(case, subject=subject, timeout_s=timeout)
+        name = subject_to_run(case.subject, subject, stage)
+        result = replay_case(case, subject=name, timeout_s=timeout)
     except (CaseFileError, SubjectRefused) as error:
         raise Refusal(str(error)) from None
-    if subject in (None, case.subject):
+    if result.is_the_stored_subject:
         note_replay(path, failing=result.failing)
     if as_json:
         click.echo(json.dumps({"case": str(path), **result.as_dict()}))

@@ -12,13 +12,19 @@ from pathlib import Path
 
 import click
 
-from harness.commands.common import SECONDS, Refusal
+from harness.commands.common import SECONDS, Refusal, named_subject
 from harness.engine.limits import LIMITS
 from harness.problems.profiles import ProfileName
 
 
 @click.command()
-@click.option("--subject", default="ours[triton]", show_default=True, help="What is put under test.")
+@click.option(
+    "--subject",
+    default="ours[triton]",
+    show_default=True,
+    help="What is put under test: a name of `mlacheck list subjects`, FILE.py:FUNCTION or MODULE:FUNCTION.",
+)
+@click.option("--stage", help="Stage of a function that is not decorated: attend, mqa, mask, gather, merge, ...")
 @click.option("--profile", type=click.Choice(list(LIMITS)), default="quick", show_default=True)
 @click.option("--max-examples", type=click.IntRange(min=1), help="Cases in total; default: the profile's.")
 @click.option("--max-time", type=SECONDS, metavar="S", help="Seconds of search.")
@@ -30,6 +36,7 @@ from harness.problems.profiles import ProfileName
 @click.option("--json", "as_json", is_flag=True, help="Summary as one JSON object on the last line of stdout.")
 def run(
     subject: str,
+    stage: str | None,
     profile: ProfileName,
     max_examples: int | None,
     max_time: float | None,
@@ -53,6 +60,7 @@ def run(
     from reports.runs import read_meta, read_rows
     from reports.tables import case_frame, summary
 
+    subject = named_subject(subject, stage)
     limits = LIMITS[profile]
     if max_examples or max_time:
         limits = replace(limits, max_examples=max_examples, max_time_s=max_time)

@@ -10,16 +10,19 @@ from pathlib import Path
 
 import click
 
-from harness.commands.common import SECONDS, Refusal
+from harness.commands.common import SECONDS, Refusal, subject_to_run
 
 
 @click.command()
 @click.argument("what", metavar="FILE|DIR|ID")
 @click.option("--max-time", type=SECONDS, default=60.0, show_default=True, metavar="S")
-@click.option("--subject", help="Another subject than the stored one.")
+@click.option("--subject", help="Another subject than the stored one; a user's code must be named here.")
+@click.option("--stage", help="Stage that the subject is judged for.")
 @click.option("--out", type=click.Path(path_type=Path), help="Where to write; default: NAME.small.json beside it.")
 @click.option("--json", "as_json", is_flag=True, help="Result as one JSON object on the last line of stdout.")
-def shrink(what: str, max_time: float, subject: str | None, out: Path | None, as_json: bool) -> None:
+def shrink(
+    what: str, max_time: float, subject: str | None, stage: str | None, out: Path | None, as_json: bool
+) -> None:
     """Search for a smaller case that fails in the same way.
 
     Exit code 1: it fails, and the smallest case was written; 0: it passes, nothing to shrink; 2: could not
@@ -28,19 +31,20 @@ def shrink(what: str, max_time: float, subject: str | None, out: Path | None, as
     from harness.engine.pool import Slot, fork_context
     from harness.engine.worker import SubjectRefused, WorkerSpec
     from harness.findings.shrink import shrink as shrink_problem
-    from harness.findings.store import CaseFile, CaseFileError, fingerprint, load_case, locate
+    from harness.findings.store import CaseFile, CaseFileError, fingerprint, load_case, locate, replay_command
     from harness.problems.problem import Problem
 
     try:
         path = locate(what, Path("runs"))
         case = load_case(path)
+        name = subject_to_run(case.subject, subject, stage)
     except CaseFileError as error:
         raise Refusal(str(error)) from None
     target = out or path.with_name(f"{path.stem}.small.json")
     if not target.parent.is_dir():
         raise Refusal(f"--out {target}: its folder does not exist")
     scratch = tempfile.mkdtemp(prefix="mlacheck-")
-    slot = Slot(WorkerSpec(subject=subject or case.subject, scratch=scratch), max_time, fork_context())
+    slot = Slot(WorkerSpec(subject=name, scratch=scratch), max_time, fork_context())
     try:
         slot.prepare()
         best = slot.run(case.problem.to_json(), 300.0)
@@ -75,5 +79,5 @@ def shrink(what: str, max_time: float, subject: str | None, out: Path | None, as
         click.echo(json.dumps({"status": best.status.value, **size}))
     else:
         click.echo(", ".join(f"{value} {name.replace('_', ' ')}" for name, value in list(size.items())[:-1]))
-        click.echo(f"mlacheck replay {target.resolve()}")
+        click.echo(replay_command(target.resolve(), name))
     sys.exit(1)

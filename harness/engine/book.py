@@ -15,6 +15,7 @@ from harness.engine.worker import HARNESS_STAGE, WorkerSpec
 from harness.findings.store import Finding, FindingStore
 from harness.problems.problem import Problem
 from harness.problems.profiles import ProfileName
+from harness.subjects.domain import Domain
 from reports.records import CaseRecord, Status
 
 SHRINK_ROUNDS = 4
@@ -48,6 +49,8 @@ class Book:
     config: RunConfig
     journal: Journal
     store: FindingStore
+    domain: Domain | None = None
+    """The problems that are legal for the subject; None: all are."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     cases: int = 0
     taken: int = 0

@@ -21,6 +21,7 @@ from hypothesis.strategies import SearchStrategy
 from harness.findings.shrink import shrink
 from harness.findings.store import fingerprint
 from harness.problems.problem import Problem
+from harness.subjects.domain import Domain
 from reports.records import CaseRecord
 
 EPOCH = 1000
@@ -38,6 +39,8 @@ class Search:
     steer: bool
     strategy: str
     """`module:function`: profile name -> Hypothesis strategy of problems."""
+    domain: Domain | None = None
+    """If given, drawn problems are moved inside."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ def _search(task: Search, pipe: Connection) -> Finished:
     module, _, name = task.strategy.partition(":")
     make: Callable[[str], SearchStrategy[Problem]] = getattr(import_module(module), name)
     strategy = make(task.profile)
+    if task.domain is not None:
+        strategy = strategy.map(task.domain.fit)
     seen: set[str] = set()
 
     def one_case(problem: Problem) -> None:

@@ -22,8 +22,9 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from harness.engine.worker import SubjectRefused, WorkerSpec, bare_record, prepare, run_case
+from harness.engine.worker import SubjectRefused, WorkerSpec, bare_record, domain_of, prepare, run_case
 from harness.problems.problem import Problem
+from harness.subjects.domain import Domain
 from reports.records import CaseRecord, Status
 
 PRELOAD = ("harness.engine.preload",)
@@ -94,6 +95,11 @@ class Slot:
         if self._stopped:
             self._running.cancel()
         return self._running.result(timeout_s + START_TIMEOUT_S)
+
+    def domain(self) -> Domain | None:
+        """The problems that are legal for the prepared subject; None: all are."""
+        found: Domain | None = self._pool.schedule(domain_of, args=(self.spec,), timeout=START_TIMEOUT_S).result()
+        return found
 
     def run(self, problem_json: str, timeout_s: float | None = None) -> CaseRecord:
         """Judge one case; a time-out of its own may be given.

@@ -124,11 +124,12 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
         try:
             with ThreadPoolExecutor(config.jobs) as threads:
                 facts, *_ = threads.map(Slot.prepare, slots)
+            domain = slots[0].domain()
         except SubjectRefused as error:
             raise CannotRun(str(error)) from None
         with Journal(config.out) as journal:
             store = FindingStore(config.out / "findings", facts)
-            book = Book(config, journal, store, searching=config.jobs)
+            book = Book(config, journal, store, domain, searching=config.jobs)
             meta = RunMeta(
                 subject=config.subject,
                 profile=config.profile,
@@ -185,6 +186,7 @@ class Shard:
             max_examples=config.limits.max_examples,
             steer=config.limits.steer,
             strategy=config.strategy,
+            domain=book.domain,
         )
         try:
             try:

@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from harness.problems.problem import Problem
+from harness.subjects.domain import Domain
 from reports.records import CaseRecord, Status
 
 MUTANT_PREFIX = "mutant:"
@@ -101,6 +102,13 @@ def prepare(spec: WorkerSpec) -> dict[str, str]:
             raise SubjectRefused(str(error)) from None
         raise SubjectRefused(f"{spec.subject}: {type(error).__name__}: {one_line(str(error))}") from None
     return describe()
+
+
+def domain_of(spec: WorkerSpec) -> Domain | None:
+    """The problems that are legal for the subject, where it says so."""
+    _load(spec)
+    domain: Domain | None = getattr(_named(spec.resolver)(spec.subject), "domain", None)
+    return domain
 
 
 def describe() -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 from harness.engine.pool import PRELOAD, Slot, fork_context
 from harness.engine.worker import HARNESS_STAGE, WorkerSpec
 from harness.findings.store import CaseFile, Expected, cause_of
+from harness.subjects.names import short_name
 from reports.finding import headline, place_text, terms_text
 from reports.records import CaseRecord
 
@@ -28,19 +29,26 @@ class Replay:
         return self.record.status.is_finding
 
     @property
+    def is_the_stored_subject(self) -> bool:
+        """Whether the case was judged for the subject that it is stored for, wherever its file lies."""
+        return short_name(self.case.subject) == short_name(self.record.subject)
+
+    @property
     def same_verdict(self) -> bool | None:
         """Whether status, stage and cause are the stored ones; None if there is nothing to compare with."""
-        if self.case.expected is None or self.case.subject != self.record.subject:
+        if self.case.expected is None or not self.is_the_stored_subject:
             return None
         now = Expected(status=self.record.status, stage=self.record.stage, cause=cause_of(self.record))
         return now == self.case.expected
 
     @property
     def same_tensors(self) -> bool | None:
-        """Whether the tensors have the stored hash; None if one of the two was not built (a crash)."""
-        if not self.case.tensor_hash or not self.record.tensor_hash:
+        """Whether the tensors have the stored hash; None if one of the two was not built (a crash),
+        or if one is of a single stage, which is given tensors of its own."""
+        stored, now = self.case.tensor_hash, self.record.tensor_hash
+        if not stored or not now or stored.rpartition(":")[0] != now.rpartition(":")[0]:
             return None
-        return self.case.tensor_hash == self.record.tensor_hash
+        return stored == now
 
     @property
     def exit_code(self) -> int:

@@ -22,6 +22,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.problems.problem import MAX_JSON_CHARS, Problem, ProblemError, one_line
+from harness.subjects.names import is_user_code, short_name
 from reports.finding import finding_markdown
 from reports.records import CaseRecord, Status
 
@@ -47,7 +48,7 @@ class CaseFile(BaseModel):
 
     format: Literal["mlacheck-case"] = "mlacheck-case"
     version: Literal[1] = 1
-    subject: str = Field(min_length=1, max_length=200)
+    subject: str = Field(min_length=1, max_length=1000)
     problem: Problem
     expected: Expected | None = None
     """None: a bare problem, never judged yet."""
@@ -78,8 +79,14 @@ def cause_of(record: CaseRecord) -> str:
 
 def fingerprint(record: CaseRecord) -> str:
     """Kind + stage + subject + cause, as 10 hex digits."""
-    key = "|".join((record.status, record.stage or "", record.subject, cause_of(record)))
+    key = "|".join((record.status, record.stage or "", short_name(record.subject), cause_of(record)))
     return hashlib.sha256(key.encode()).hexdigest()[:10]
+
+
+def replay_command(case: Path, subject: str) -> str:
+    """The command that judges a case file again. A user's code is named on it: no file makes code run by itself."""
+    named = f" --subject {shlex.quote(subject)}" if is_user_code(subject) else ""
+    return f"mlacheck replay {shlex.quote(str(case))}{named}"
 
 
 def finding_id(record: CaseRecord) -> str:
@@ -111,7 +118,7 @@ class Finding:
     @property
     def replay_line(self) -> str:
         """The command that reproduces it from any working folder."""
-        return f"mlacheck replay {shlex.quote(str(self.folder.resolve() / 'case.json'))}"
+        return replay_command(self.folder.resolve() / "case.json", self.record.subject)
 
 
 class FindingStore:

@@ -40,9 +40,12 @@ def is_file(target: str) -> bool:
 def full_name(name: str, stage: str | None = None, folder: Path | None = None) -> str:
     """The name that means the same in every working folder and carries the stage.
 
-    A relative file is taken from `folder` (default: here). Raises ValueError if the name says another stage.
+    A relative file is taken from `folder` (default: here). Raises ValueError for an unknown stage, or if the name
+    says another one.
     """
     target, named = split_name(name)
+    if stage is not None and stage not in STAGES:
+        raise ValueError(f"stage {stage!r} is unknown, must be one of {', '.join(STAGES)}")
     if stage is not None and named is not None and stage != named:
         raise ValueError(f"subject {name!r} names stage {named!r}, but stage {stage!r} is asked for")
     if is_user_code(target) and is_file(target):
