@@ -199,7 +199,7 @@ def _input_errors(problem: Problem, rows: slice) -> Tensor | None:
 
 def _grown(first_order: Tensor, largest_ds: Tensor) -> Tensor:
     """The full effect of score errors that are not small: `exp(x) - 1 <= x exp(x)`, in weights and sum."""
-    return first_order * torch.exp(2 * largest_ds)
+    return first_order * torch.exp((2 * largest_ds).clamp(max=700.0))  # finite: 0 * inf would be NaN, no tolerance
 
 
 def _walk_segments(

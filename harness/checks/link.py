@@ -60,6 +60,9 @@ def check_tensor_link(
     if actual.shape != expected.shape:
         message = f"{name} of the call has shape {tuple(actual.shape)}, must be {tuple(expected.shape)} from {source}"
         return failed(STAGE, f"chunk_loop.{name}", message, place)
+    if actual.dtype != expected.dtype:
+        message = f"{name} of the call is {actual.dtype}, must be {expected.dtype} from {source}"
+        return failed(STAGE, f"chunk_loop.{name}", message, place)
     wrong = (actual != expected) & ~(actual.isnan() & expected.isnan())
     where = wrong.nonzero()
     count = where.shape[0]
