@@ -36,6 +36,8 @@ _MHA_ARGS = [
     "stride_lh",
     *_LIST_ARGS,
 ]
+# slices of a longer table of offsets need not be aligned, and no load of them is wide
+_OFFSETS = ["cu_seqlens_q_ptr", "cu_seqlens_k_ptr"]
 
 
 @device_function
@@ -74,7 +76,7 @@ def _keep_words(
     return (low >> shift) | ((high << 1) << (31 - shift))
 
 
-@triton.jit(do_not_specialize=_LIST_ARGS, do_not_specialize_on_alignment=_LIST_ARGS)
+@triton.jit(do_not_specialize=_LIST_ARGS, do_not_specialize_on_alignment=[*_LIST_ARGS, *_OFFSETS])
 def list_key_tiles_kernel(
     cu_seqlens_q_ptr: tl.tensor,
     cu_seqlens_k_ptr: tl.tensor,
@@ -117,7 +119,7 @@ def list_key_tiles_kernel(
     tl.store(out_ptr, count)
 
 
-@triton.jit(do_not_specialize=_MHA_ARGS, do_not_specialize_on_alignment=_MHA_ARGS)
+@triton.jit(do_not_specialize=_MHA_ARGS, do_not_specialize_on_alignment=[*_MHA_ARGS, *_OFFSETS])
 def masked_mha_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
