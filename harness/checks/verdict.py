@@ -95,7 +95,7 @@ def compare_exact(
     *,
     explain: Callable[[tuple[int, ...]], str] | None = None,
 ) -> CheckRecord:
-    """Bit for bit (-0.0 is not 0.0), but any NaN equal to any. `explain(index)` may say more of the first difference."""
+    """Bit for bit (-0.0 is not 0.0), but NaN equal to NaN. `explain(index)` may say more of the first difference."""
     wrong_shape = check_shape(stage, check, actual, tuple(expected.shape), expected.dtype)
     if wrong_shape is not None:
         return wrong_shape
@@ -204,10 +204,10 @@ def diagnose_lse(actual: torch.Tensor, expected: torch.Tensor) -> str:
     if actual.dim() == 2 and actual.shape[1] > 1:
         moved = {f"rows are shifted by {shift}": expected.roll(shift, dims=1) for shift in (1, -1)}
         moved["the layout is transposed ([T, H] written as [H, T])"] = expected.t().reshape(expected.shape)
-        for law, other in moved.items():
+        for what, other in moved.items():
             # where all rows have nearly one value, every order of them would fit
             if _near(actual, other) and not _near(expected, other):
-                return law
+                return what
     return ""
 
 

@@ -24,9 +24,9 @@ def exact(actual: torch.Tensor, expected: torch.Tensor) -> CheckRecord:
     return compare_exact("gather", "gather.rows", actual, expected, lambda index: Place(row=index[0], column=index[1]))
 
 
-def bounded(actual: list[float], expected: list[float], tolerance: list[float], **options: bool) -> CheckRecord:
+def bounded(actual: list[float], expected: list[float], tolerance: list[float], *, watch: bool = True) -> CheckRecord:
     a, e, t = (torch.tensor(x, dtype=torch.float64) for x in (actual, expected, tolerance))
-    return compare_bounded("attend", "attend.lse", a, e, t, lambda index: Place(token=index[0]), **options)
+    return compare_bounded("attend", "attend.lse", a, e, t, lambda index: Place(token=index[0]), watch=watch)
 
 
 # exact

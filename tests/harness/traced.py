@@ -16,6 +16,7 @@ from harness.checks.facts import Facts
 from harness.checks.link import first_bad
 from harness.checks.walk_mha import MhaWalk
 from harness.checks.walk_mqa import MqaWalk
+from harness.problems.names import TopkKind
 from harness.problems.problem import Chunks, DataSpec, Dims, Layout, Paging, Problem, Request, TopkSpec
 from harness.problems.tensors import build_inputs
 from harness.subjects.ours import OurLayer
@@ -27,13 +28,14 @@ DIMS = Dims(heads=2, kv_lora_rank=16, nope=8, rope=4, v=8, topk=12)
 
 def batch(*lengths: tuple[int, int], **fields: Any) -> Problem:
     """A problem with these (context, query) lengths and random top-k rows."""
+    kinds: tuple[TopkKind, ...] = ("random",) * len(lengths)
     given: dict[str, Any] = {
         "dims": DIMS,
         "scale": 0.3,
         "requests": tuple(Request(context_len=c, query_len=q) for c, q in lengths),
         "paging": Paging(block_size=4, order="permuted", spare_blocks=2, seed=1),
         "chunks": Chunks(row_budget=32, max_context_chunk=32, split_alignment=4),
-        "topk": TopkSpec(kinds=("random",) * len(lengths), seed=3),
+        "topk": TopkSpec(kinds=kinds, seed=3),
         "layout": Layout(num_decode_tokens=2, out_pad=3),
     }
     return Problem(**{**given, **fields})
