@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Needs = Literal["triton", "fa4", "cuda"]
+"""Where a mutant applies: `triton` our Triton attention kernel, `fa4` FlashAttention-4 on a GPU, `cuda` a compiled
+kernel on a GPU (the interpreter runs one thread, so that no order of threads can be lost in it)."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +30,23 @@ class Mutant:
     """Stage that the judge has to name."""
     family: str
     detector: str
-    """What is expected to notice it: `mask.bits`, `attend.out`, `guard`, ..."""
+    """Check that is expected to notice it: `mask.bits`, `attend.out`, ...; `CRASH` or `HANG` for a fault of the
+    engine's kind, which no check can name."""
     what: str
     """The fault in one sentence."""
     patches: tuple[Patch, ...]
     also: tuple[str, ...] = ()
     """Further stages which name the fault just as well."""
+    needs: Needs | None = None
+    """None: applies wherever the layer runs."""
+    equivalent: str = ""
+    """Proof that no legal input can tell this mutant from the original; empty for a real fault."""
+
+    def applies(self, attention: str, *, cuda: bool) -> bool:
+        """Whether the patched code can run with this attention kernel, on a GPU or without one."""
+        if self.needs is None:
+            return True
+        return {"triton": attention == "triton", "fa4": attention == "fa4" and cuda, "cuda": cuda}[self.needs]
 
 
 class MutantError(ValueError):
@@ -46,6 +62,9 @@ def mutant(
     what: str,
     *patches: tuple[str, str, str],
     also: tuple[str, ...] = (),
+    needs: Needs | None = None,
+    equivalent: str = "",
 ) -> Mutant:
     """A mutant from `(file, old, new)` triples."""
-    return Mutant(name, fault, stage, family, detector, what, tuple(Patch(*patch) for patch in patches), also)
+    parts = tuple(Patch(*patch) for patch in patches)
+    return Mutant(name, fault, stage, family, detector, what, parts, also, needs, equivalent)

@@ -9,10 +9,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from harness.mutants.forced_fail import forced_texts
 from harness.mutants.mutant import Mutant, MutantError
 from harness.mutants.registry import MUTANTS
 
 PACKAGE = "optimized"
+FORCED = "!forced"
+"""Behind a mutant's name: its forced-fail variant."""
 
 
 def find_mutant(name: str) -> Mutant:
@@ -50,14 +53,17 @@ def patched_texts(mutant: Mutant, folder: Path) -> dict[str, str]:
 def install(name: str) -> Path:
     """Copy the package, apply the mutant and make this process import the copy.
 
-    Returns the folder that was put first on `sys.path`; it is removed when the process ends. Raises MutantError
-    for an unknown mutant, for a patch that does not apply exactly once, and if the package was imported before.
+    `NAME!forced` is the forced-fail variant of mutant NAME. Returns the folder that was put first on `sys.path`;
+    it is removed when the process ends. Raises MutantError for an unknown mutant, for a patch that does not apply
+    exactly once, and if the package was imported before.
     """
-    mutant = find_mutant(name)
+    mutant = find_mutant(name.removesuffix(FORCED))
     if PACKAGE in sys.modules:
         raise MutantError(f"mutant {name}: {PACKAGE!r} is imported already; a mutant needs a fresh process")
     source = package_folder()
     texts = patched_texts(mutant, source)
+    if name.endswith(FORCED):
+        texts = forced_texts(mutant, source)
     root = Path(tempfile.mkdtemp(prefix="mlacheck-mutant-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     shutil.copytree(source, root / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
