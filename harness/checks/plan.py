@@ -102,6 +102,12 @@ def check_plan(
             f"must be {context_lens}"
         )
         records.append(failed(STAGE, "plan.context_lens", message))
+    covered = sorted(token for part in chunked.empty_token_slices for token in range(part.start, part.stop))
+    empty = [b for b, context in enumerate(context_lens) if context == 0]
+    tokens = [token for b in empty for token in range(token_starts[b], token_starts[b + 1])]
+    if covered != tokens:
+        message = f"empty_token_slices cover tokens {covered}, must cover {tokens}: those of requests without context"
+        records.append(failed(STAGE, "plan.empty_token_slices", message))
     return records
 
 

@@ -28,20 +28,23 @@ DIMS = Dims(heads=2, kv_lora_rank=16, nope=8, rope=4, v=8, topk=12)
 
 def batch(*lengths: tuple[int, int], **fields: Any) -> Problem:
     """A problem with these (context, query) lengths and random top-k rows."""
-    kinds: tuple[TopkKind, ...] = ("random",) * len(lengths)
+    random: TopkKind = "random"
     given: dict[str, Any] = {
         "dims": DIMS,
         "scale": 0.3,
         "requests": tuple(Request(context_len=c, query_len=q) for c, q in lengths),
         "paging": Paging(block_size=4, order="permuted", spare_blocks=2, seed=1),
         "chunks": Chunks(row_budget=32, max_context_chunk=32, split_alignment=4),
-        "topk": TopkSpec(kinds=kinds, seed=3),
+        "topk": TopkSpec(kinds=(random,) * len(lengths), seed=3),
         "layout": Layout(num_decode_tokens=2, out_pad=3),
     }
     return Problem(**{**given, **fields})
 
 
-MANY = batch((40, 5), (0, 3), (19, 4), (9, 3))
+MIXED = TopkSpec(
+    kinds=("future", "random", "duplicates", "past_end"), holes="spread", any_negative=True, order="descending", seed=3
+)
+MANY = batch((40, 5), (0, 3), (19, 4), (9, 3), topk=MIXED)
 """Three chunks: the start of request 0, its rest, requests 2 and 3; request 1 has no context."""
 PROBLEMS: dict[str, Problem] = {
     "global_mask": MANY,
