@@ -21,7 +21,7 @@ from harness.checks.readout import SetDifference, first_difference
 from harness.checks.verdict import failed, passed
 from harness.problems.problem import Problem
 from harness.problems.workspace import padded_rows, words_per_row
-from harness.subjects.base import NotRunnable
+from harness.subjects.api import NotRunnable
 from reports.records import CheckRecord, Place, Status
 
 if TYPE_CHECKING:
@@ -160,8 +160,22 @@ def check_problem(
                 tile_keys=tile, first_request=call.first_request,
             )  # fmt: skip
             record.place.chunk = call.chunk
-            records.append(record)
+            records.append(_with_smallest(record, mod, call, calling, device, tile))
     return records
+
+
+def _with_smallest(
+    record: CheckRecord, mod: MaskMod, call: ModCall, calling: Calling, device: torch.device, tile_keys: int
+) -> CheckRecord:
+    """The record of a wrong bit, with the smallest call that shows the same fault in its message."""
+    request = record.place.request
+    if record.status is not Status.FAIL or request is None:
+        return record
+    from harness.checks.mask_mod_shrink import shrink_fault
+
+    start = None if call.key_starts is None else call.key_starts[request - call.first_request]
+    small = shrink_fault(mod, record, start, calling, device=device, tile_keys=tile_keys)
+    return record if small is None else record.model_copy(update={"message": f"{record.message}; {small.describe()}"})
 
 
 def calls_of(problem: Problem, topk_rows: torch.Tensor, *, offset: bool) -> Iterator[ModCall]:

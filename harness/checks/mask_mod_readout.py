@@ -15,7 +15,7 @@ import torch
 from harness.checks.attend import unpack_bits
 from harness.checks.mask_mod_python import PythonMaskMod
 from harness.checks.mask_mod_python import read_words as read_words_in_python
-from harness.subjects.base import NotRunnable
+from harness.subjects.api import NotRunnable
 
 WORD_BITS = 32
 TILE_KEYS = 128

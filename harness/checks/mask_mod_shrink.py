@@ -23,6 +23,12 @@ class MaskModFault:
     key_len: int
     record: CheckRecord
 
+    def describe(self) -> str:
+        """`smallest such call: one row that selects key 31 alone, key_start 1`."""
+        keys = f"key {self.keys[0]} alone" if len(self.keys) == 1 else "keys " + " and ".join(map(str, self.keys))
+        start = "" if self.key_start is None else f", key_start {self.key_start}"
+        return f"smallest such call: one row that selects {keys}{start}"
+
 
 def shrink_fault(
     mod: MaskMod,

@@ -9,12 +9,14 @@ from pathlib import Path
 import click
 
 from harness.commands.common import SECONDS, Refusal, subject_to_run
+from harness.commands.vllm_path import vllm_path_option
 
 
 @click.command()
 @click.argument("what", metavar="FILE|DIR|ID")
 @click.option("--subject", help="Another subject than the stored one; a user's code must be named here.")
 @click.option("--stage", help="Stage that the subject is judged for.")
+@vllm_path_option
 @click.option("--timeout", type=SECONDS, default=300.0, show_default=True, metavar="S")
 @click.option("--json", "as_json", is_flag=True, help="Result as one JSON object on the last line of stdout.")
 def replay(what: str, subject: str | None, stage: str | None, timeout: float, as_json: bool) -> None:

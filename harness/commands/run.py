@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from harness.commands.common import SECONDS, Refusal, named_subject
+from harness.commands.vllm_path import vllm_path_option
 from harness.engine.limits import LIMITS
 from harness.problems.profiles import ProfileName
 
@@ -25,6 +26,7 @@ from harness.problems.profiles import ProfileName
     help="What is put under test: a name of `mlacheck list subjects`, FILE.py:FUNCTION or MODULE:FUNCTION.",
 )
 @click.option("--stage", help="Stage of a function that is not decorated: attend, mqa, mask, gather, merge, ...")
+@vllm_path_option
 @click.option("--profile", type=click.Choice(list(LIMITS)), default="quick", show_default=True)
 @click.option("--max-examples", type=click.IntRange(min=1), help="Cases in total; default: the profile's.")
 @click.option("--max-time", type=SECONDS, metavar="S", help="Seconds of search.")

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from harness.commands.common import SECONDS, Refusal, subject_to_run
+from harness.commands.vllm_path import vllm_path_option
 
 
 @click.command()
@@ -18,6 +19,7 @@ from harness.commands.common import SECONDS, Refusal, subject_to_run
 @click.option("--max-time", type=SECONDS, default=60.0, show_default=True, metavar="S")
 @click.option("--subject", help="Another subject than the stored one; a user's code must be named here.")
 @click.option("--stage", help="Stage that the subject is judged for.")
+@vllm_path_option
 @click.option("--out", type=click.Path(path_type=Path), help="Where to write; default: NAME.small.json beside it.")
 @click.option("--json", "as_json", is_flag=True, help="Result as one JSON object on the last line of stdout.")
 def shrink(

@@ -32,6 +32,31 @@ BUNDLES: dict[str, Bundle] = {
         "PyTorch's scaled_dot_product_attention with a boolean mask, LSE by logsumexp",
         {"attend": "harness.subjects.torch_dense:attend"},
     ),
+    "fa4": Bundle(
+        "FlashAttention-4 (flash_attn.cute, varlen) with our mask mods for one call",
+        {"attend": "harness.subjects.fa4:attend", "mask_mod": "harness.subjects.fa4:mask_mod"},
+    ),
+    "fa4[offset]": Bundle(
+        "FlashAttention-4 with our mask mod over whole sequences",
+        {"attend": "harness.subjects.fa4:attend_offset"},
+    ),
+    "fa4[packed]": Bundle("our mask mods for SM100", {"mask_mod": "harness.subjects.fa4:mask_mod_packed"}),
+    "fa4[logic]": Bundle(
+        "the bit logic of our mask mods on Python integers", {"mask_mod": "harness.subjects.fa4:mask_mod_logic"}
+    ),
+    "flashmla": Bundle("FlashMLA's sparse prefill kernel", {"mqa": "harness.subjects.flashmla:mqa"}),
+    "vllm": Bundle(
+        "pieces of an installed vLLM or of an unpacked wheel (--vllm-path)",
+        {
+            "plan": "harness.subjects.vllm_stages:plan",
+            "mask": "harness.subjects.vllm_stages:mask",
+            "mask_mod": "harness.subjects.vllm_stages:mask_mod",
+            "merge": "harness.subjects.vllm_stages:merge_triton",
+            "prefill": "harness.subjects.vllm_stages:prefill",
+        },
+    ),
+    "vllm[torch]": Bundle("vLLM's merge in plain PyTorch", {"merge": "harness.subjects.vllm_stages:merge_torch"}),
+    "vllm[cuda]": Bundle("vLLM's merge in CUDA", {"merge": "harness.subjects.vllm_stages:merge_cuda"}),
 }
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from harness.checks.plan import ExpectedChunk
-from harness.subjects.base import NotRunnable
+from harness.subjects.api import NotRunnable
 from harness.subjects.vllm_source import VllmSource, find_vllm, host_utils
 
 _LAYER = "model_executor/layers/attention/sparse_mla_attention.py"

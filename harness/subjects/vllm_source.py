@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from harness.subjects.base import NotRunnable, SubjectError
+from harness.subjects.api import NotRunnable, SubjectError
 
 PATH_VARIABLE = "MLACHECK_VLLM_PATH"
 """Environment variable: folder of an unpacked wheel (the one that holds `vllm/`), or that `vllm/` itself."""
