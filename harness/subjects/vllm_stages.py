@@ -68,8 +68,13 @@ def mask(
 @subject(stage="mask_mod", contract=Contract())
 @mod_factory
 def mask_mod(offset: bool, device: torch.device) -> Callable[..., Any]:
-    """`dense_mask_mod` and `offset_dense_mask_mod`."""
-    return _vllm().mask_mod(offset, device)
+    """`dense_mask_mod` and `offset_dense_mask_mod`, each loaded once, so that CuTe compiles it once."""
+    return _mod(offset, device.type)
+
+
+@cache
+def _mod(offset: bool, device: str) -> Callable[..., Any]:
+    return _vllm().mask_mod(offset, torch.device(device))
 
 
 def _merge(form: MergeForm, **tensors: torch.Tensor) -> None:
