@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import threading
 import time
 from dataclasses import replace
@@ -244,7 +242,7 @@ def test_does_an_interrupt_end_the_run_soon_and_keep_what_was_done(tmp_path: Pat
     class Impatient(Observer):
         def tick(self, book: object) -> None:
             if book.cases > 5:  # type: ignore[attr-defined]
-                os.kill(os.getpid(), signal.SIGINT)
+                raise KeyboardInterrupt
 
     outcome = run(config(tmp_path / "run", limits=Limits(None, 60.0, 20.0)), Impatient())
     assert outcome.interrupted
