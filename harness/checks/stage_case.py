@@ -31,6 +31,9 @@ REPEAT_EVERY = 4
 """In one case of this many (by its id) the first call is made twice."""
 
 
+GUARD_NAMES = {("mask", "out"): "workspace", ("merge", "output_lse"): "output"}
+"""Name of the guard check of a buffer, where it is not the name of the input."""
+
 Bits = Sequence[torch.Tensor | None]
 """Results of one call that are compared bit for bit."""
 
@@ -66,20 +69,27 @@ class StageRun:
         """Whether the function takes this input."""
         return name in self.subject.takes
 
-    def call(self, call: str, offered: Mapping[str, Any], written: Mapping[str, GuardedBuffer] | None = None) -> Any:
+    def call(
+        self,
+        call: str,
+        offered: Mapping[str, Any],
+        buffers: Mapping[str, GuardedBuffer] | None = None,
+        written: Sequence[str] = (),
+    ) -> Any:
         """Call the subject once and return what it returns.
 
-        `written` are those of the inputs that it may write. All others must be left as they were. Raises Ended if
-        the subject raises; running out of memory and NotRunnable go through.
+        `buffers` are the guarded ones behind inputs that it may write, `written` further such inputs. All others
+        must be left as they were. Raises Ended if the subject raises; running out of memory and NotRunnable go
+        through.
         """
         before = {name: _copy(value) for name, value in offered.items() if name in self.subject.takes}
         result = self._run(call, offered)
         for name, old in before.items():
-            if name not in (written or {}) and not _same(offered[name], old):
+            if name not in (buffers or {}) and name not in written and not _same(offered[name], old):
                 message = f"{call} changed its input {name}"
                 self.records.append(failed("guard", "guard.inputs", message, Place(call=call), status=Status.GUARD))
-        for name, buffer in (written or {}).items():
-            self.records.append(buffer.check("workspace" if name == "out" and self.stage == "mask" else name))
+        for name, buffer in (buffers or {}).items():
+            self.records.append(buffer.check(GUARD_NAMES.get((self.stage, name), name)))
         return result
 
     def _run(self, call: str, offered: Mapping[str, Any]) -> Any:

@@ -112,11 +112,11 @@ def largest_scores(
 
 
 def compare_result(
-    stage: str, result: Result, rows: slice, exact: AttendReference, place: RowPlace
+    stage: str, result: Result, rows: slice, exact: AttendReference, place: RowPlace, *, watch: bool = True
 ) -> list[CheckRecord]:
     """Checks `{stage}.lse` (where there is one) and `{stage}.out` of some rows."""
     lse = exact.lse if result.lse is None else result.lse[:, rows]
-    records = compare_attention(stage, stage, result.out[rows], lse, exact, place)
+    records = compare_attention(stage, stage, result.out[rows], lse, exact, place, watch=watch)
     return [record for record in records if result.lse is not None or not record.check.endswith(".lse")]
 
 

@@ -119,9 +119,12 @@ class Domain:
         return paging.model_copy(update=changes)
 
     def _layout(self, layout: Layout) -> Layout:
-        if self.contract.strides == "any":
-            return layout
-        return layout.model_copy(update={"q_pad": 0, "kv_pad": 0, "out_pad": 0, "topk_pad": 0})
+        changes: dict[str, Any] = {}
+        if self.contract.strides == "contiguous":
+            changes = {"q_pad": 0, "kv_pad": 0, "out_pad": 0, "topk_pad": 0}
+        if self.stage == "prefill" and self.contract.unselected_rows == "finite":
+            changes["poison"] = "zero"
+        return layout.model_copy(update=changes)
 
     def _topk(self, problem: Problem, kept: Sequence[int], requests: Sequence[Request], dims: Dims) -> TopkSpec:
         """Kinds that the contract excludes become `random`; explicit rows lose what it excludes."""
@@ -131,7 +134,7 @@ class Domain:
             changes["holes"] = "tail"
         if spec.rows is None:
             excluded = set[str]()
-            if contract.duplicates == "none":
+            if self._no_duplicates:
                 excluded.add("duplicates")
             if contract.invalid_index == "negative_only":
                 excluded.add("past_end")
@@ -144,6 +147,12 @@ class Domain:
         else:
             changes["rows"] = self._rows(problem, kept, requests)
         return spec.model_copy(update=changes)
+
+    @property
+    def _no_duplicates(self) -> bool:
+        """Whether no key must be listed twice. Only stage `mqa` judges by slots."""
+        duplicates = self.contract.duplicates
+        return duplicates == "none" or (duplicates == "per_slot" and self.stage == "prefill")
 
     @property
     def _no_future(self) -> bool:
@@ -162,7 +171,7 @@ class Domain:
                 if self._no_future:
                     limit = min(limit, request.context_len + i)
                 row = tuple(key for key in row if key <= limit)
-                if contract.duplicates == "none":
+                if self._no_duplicates:
                     row = tuple(dict.fromkeys(row))
                 if not contract.empty_rows and not any(0 <= key <= request.context_len + i for key in row):
                     row = (request.context_len + i,)

@@ -146,7 +146,7 @@ _GATHER = Stage(
         "token_to_seq": "`[num_tokens]` int32: request of each row of `dst`",
         "num_tokens": "int",
         "kv_cache_dtype": "`auto`, `fp8_e4m3` or `fp8_ds_mla`",
-        "scale": "`[1]` float32: scale of `fp8_e4m3`",
+        "scale": "float: scale of `fp8_e4m3`",
         "seq_starts": "`[B]` int32: position of the first row of each request",
         "rope": "int",
         "dtype": "torch.dtype of the rows",
@@ -185,7 +185,7 @@ _MERGE = Stage(
         "guard.inputs": _INPUTS,
         "guard.repeat": _REPEAT,
     },
-    judge="harness.checks.stage_small:judge_merge",
+    judge="harness.checks.stage_merge:judge",
 )
 
 _PLAN = Stage(
