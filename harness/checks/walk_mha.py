@@ -9,7 +9,7 @@ import torch
 from harness.checks.attend import check_attend
 from harness.checks.facts import Facts
 from harness.checks.gather import check_gather
-from harness.checks.link import ExpectedCall, check_call, check_tensor_link
+from harness.checks.link import ExpectedCall, check_call, check_tensor_link, first_bad
 from harness.checks.mask import check_mask, check_remap, check_slice
 from harness.checks.merge import check_merge, check_partial
 from harness.checks.plan import ExpectedChunk, check_plan
@@ -156,8 +156,13 @@ class MhaWalk:
             records.append(self._gather(call, gather, chunk))
             lora = facts.problem.dims.kv_lora_rank
             kv_c, k_pe, source = gather.rows[:, :lora], gather.rows[:, lora:].unsqueeze(1), "the gather"
-        records.append(check_tensor_link("kv_c", projection.kv_c, kv_c, call, index, source))
-        records.append(check_tensor_link("k_pe", projection.k_pe, k_pe, call, index, source))
+        links = [
+            check_tensor_link("kv_c", projection.kv_c, kv_c, call, index, source),
+            check_tensor_link("k_pe", projection.k_pe, k_pe, call, index, source),
+        ]
+        records += links
+        if first_bad(links) is not None:  # a stage that was given the wrong tensors is not to blame for its result
+            return records
         records += check_project(projection, facts, index)
         mask, key_starts = self._mask_of(call, chunk, dense)
         q_lens = facts.query_lens[requests]
@@ -176,8 +181,10 @@ class MhaWalk:
             key_starts=key_starts,
             mask=mask,
         )
-        records += check_call(attend, must)
-        records += check_attend(attend, facts.numerics, index)
+        given = check_call(attend, must)
+        records += given
+        if first_bad(given) is None:
+            records += check_attend(attend, facts.numerics, index)
         return records
 
     def _mask_of(

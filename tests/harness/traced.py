@@ -86,7 +86,7 @@ class Traced:
         """The first event of this type, of this call if one is named."""
         return next(event for event in self.trace.of(kind) if call is None or event.call == call)
 
-    def with_event(self, kind: type[Any], call: str | None = None, **fields: Any) -> Trace:
+    def with_event(self, kind: type[Any], call: str | None = None, /, **fields: Any) -> Trace:
         """The trace with some fields of that event replaced."""
         old = self.event(kind, call)
         events = [replace(old, **fields) if event is old else event for event in self.trace.events]
