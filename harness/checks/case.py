@@ -14,7 +14,7 @@ from harness.checks.power import power_shares, vacuous_classes
 from harness.checks.prefill import check_fed, check_raw, check_result_shape, raw_reference, requests_of
 from harness.checks.readout import Attend
 from harness.checks.relations import Base, check_relation
-from harness.checks.stage_case import check_stage
+from harness.checks.sequence import check_calls, check_stage_calls
 from harness.checks.summary import summarise
 from harness.checks.verdict import failed, passed
 from harness.checks.walk_mha import MhaWalk
@@ -43,7 +43,7 @@ def check_case(problem: Problem, subject_name: str) -> CaseRecord:
     started = time.perf_counter()
     subject = resolve(subject_name)
     if isinstance(subject, StageSubject):
-        return check_stage(problem, subject, default_device())
+        return check_stage_calls(problem, subject, default_device())
     record = CaseRecord(
         case_id=problem.case_id,
         subject=subject_name,
@@ -54,13 +54,23 @@ def check_case(problem: Problem, subject_name: str) -> CaseRecord:
     )
     inputs = build_inputs(problem, default_device())
     record.tensor_hash = tensor_hash(inputs)
-    checks = _judge(problem, subject, inputs, record)
+    if problem.history:
+        checks = check_calls(problem, subject, inputs, record, _judge, _judge_plainly)
+    else:
+        checks = _judge(problem, subject, inputs, record)
     summarise(record, checks, nothing_compared=problem.num_tokens == 0)
     record.seconds = time.perf_counter() - started
     return record
 
 
-def _judge(problem: Problem, subject: PrefillSubject, inputs: Inputs, record: CaseRecord) -> list[CheckRecord]:
+def _judge_plainly(problem: Problem, subject: PrefillSubject, inputs: Inputs, record: CaseRecord) -> list[CheckRecord]:
+    """Without second runs."""
+    return _judge(problem, subject, inputs, record, once=True)
+
+
+def _judge(
+    problem: Problem, subject: PrefillSubject, inputs: Inputs, record: CaseRecord, *, once: bool = False
+) -> list[CheckRecord]:
     before = {name: buffer.clone() for name, buffer in inputs.buffers.items() if name != "out"}
     refusal_expected = problem.expected_path() == "refused"
     try:
@@ -83,14 +93,16 @@ def _judge(problem: Problem, subject: PrefillSubject, inputs: Inputs, record: Ca
         message = "a masked path was forced although its masks do not fit the workspace: ValueError expected"
         return [failed("dispatch", "dispatch.refusal", message), *guards]
     facts = Facts(problem, inputs, subject.contract)
-    checks = _stages(facts, subject, outcome, record)
+    checks = _stages(facts, subject, outcome, record, once=once)
     checks += guards
-    if int(problem.case_id, 16) % REPEAT_EVERY == 0 and first_bad(checks) is None:
+    if not once and int(problem.case_id, 16) % REPEAT_EVERY == 0 and first_bad(checks) is None:
         checks += _repeat(problem, subject, outcome)
     return checks
 
 
-def _stages(facts: Facts, subject: PrefillSubject, outcome: PrefillOutcome, record: CaseRecord) -> list[CheckRecord]:
+def _stages(
+    facts: Facts, subject: PrefillSubject, outcome: PrefillOutcome, record: CaseRecord, *, once: bool
+) -> list[CheckRecord]:
     problem, trace = facts.problem, outcome.trace
     wrong = check_result_shape(facts, outcome.out, outcome.lse)
     if wrong is not None:
@@ -119,7 +131,7 @@ def _stages(facts: Facts, subject: PrefillSubject, outcome: PrefillOutcome, reco
         record.vacuous = vacuous_classes(record.power)
     exact = raw_reference(facts, expected)
     checks += check_raw(facts, out, outcome.lse, exact)
-    if int(problem.case_id, 16) % RELATION_EVERY == 1 and first_bad(checks) is None:
+    if not once and int(problem.case_id, 16) % RELATION_EVERY == 1 and first_bad(checks) is None:
         checks += check_relation(Base(facts, subject, expected, out, outcome.lse, exact))
     return checks
 

@@ -39,6 +39,12 @@ class GuardedBuffer:
                 return failed("guard", f"guard.{name}", message, status=Status.GUARD)
         return passed("guard", f"guard.{name}")
 
+    def part(self, numel: int) -> GuardedBuffer:
+        """The first `numel` elements as they are, with the canary right behind them."""
+        whole = self.whole[: numel + 2 * MARGIN]
+        whole[MARGIN + numel :].view(torch.uint8).fill_(CANARY)
+        return GuardedBuffer(whole, whole[MARGIN : MARGIN + numel])
+
 
 def guarded(numel: int, dtype: torch.dtype, device: torch.device, dirt: int = DIRT) -> GuardedBuffer:
     """A dirty flat buffer of `numel` elements between canaries."""

@@ -27,6 +27,8 @@ _CONTEXT: Facts = {
     "path": _values("dense global_mask remap mqa refused"),
 }
 _TWO_CHUNKS: Facts = _CONTEXT | {"chunks": _values("2 3..5 6..")}
+_AFTER: Facts = {"history": _values("1 2")}
+_OTHER_BATCH: Facts = _AFTER | {"batch": _values("other")}
 _NO_MASK: Facts = {"path": _values("dense mqa refused")}
 
 _FACTS: dict[str, Facts] = {
@@ -96,6 +98,16 @@ _FACTS: dict[str, Facts] = {
     },
     **{f"topk_order:{order}": {"rows": _values("drawn")} for order in ("ascending", "descending")},
     **{f"topk_holes:{holes}": {"rows": _values("drawn")} for holes in ("front", "middle", "spread")},
+    "before:same_layer": _AFTER | {"layer": _values("same")},
+    "before:other_scale": _AFTER | {"layer": _values("other_scale")},
+    "before:other_sizes": _AFTER | {"layer": _values("other_sizes"), "batch": _values("other")},
+    "before:same_metadata": _AFTER | {"batch": _values("same")},
+    "before:other_path": _AFTER,
+    "before:grows": _OTHER_BATCH | _SOME_REQUEST | {"tokens": _values("more")},
+    "before:shrinks": _OTHER_BATCH | {"tokens": _values("fewer")},
+    "before:one_request_then_many": _OTHER_BATCH | _TWO_REQUESTS | {"count": _values("more")},
+    "before:many_requests_then_one": _OTHER_BATCH | {"requests": _values("1"), "count": _values("fewer")},
+    "before:same_size_class": _OTHER_BATCH | _SOME_REQUEST,
     "model:no_rope": {"rope": _values("none")},
     "model:odd_dims": {"odd": _values("yes"), "dims": _values("small")},
 }

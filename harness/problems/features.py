@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from harness.problems.history import BEFORE, before
 from harness.problems.names import (
     BLOCK_ORDERS,
     CACHE_DTYPES,
@@ -46,6 +47,7 @@ _ONE_OF: dict[str, tuple[str, ...]] = {
     "heads": ("1", "2", "odd", "even"),
     "lengths": ("drawn", "traffic"),
     "dims": ("small", "published"),
+    "history": ("none", "1", "2"),
 }
 _ANY_OF: dict[str, tuple[str, ...]] = {
     "query_len": (*(str(n) for n in _QUERY_EDGES), *_QUERY_BETWEEN.values()),
@@ -83,6 +85,7 @@ _ANY_OF: dict[str, tuple[str, ...]] = {
     "topk_rows": ("any_negative", "wider_than_a_sequence", "one_slot", "explicit", "narrow", "wide"),
     "layout": ("decode_tokens", "q_pad", "kv_pad", "out_pad", "topk_pad"),
     "model": ("no_rope", "tensor_parallel", "odd_dims", "v!=nope"),
+    "before": BEFORE,
 }
 
 FEATURES: tuple[str, ...] = tuple(
@@ -112,6 +115,7 @@ def features_of(problem: Problem) -> list[str]:
         ("topk_rows", _topk_rows(problem)),
         ("layout", _layout(problem)),
         ("model", _model(problem)),
+        ("before", before(problem)),
     ):
         found |= {f"{group}:{value}" for value in values}
     return sorted(found)
@@ -139,6 +143,7 @@ def _one_of(problem: Problem) -> dict[str, str]:
         "heads": str(dims.heads) if dims.heads <= 2 else "odd" if dims.heads % 2 else "even",
         "lengths": "traffic" if "traffic" in problem.source else "drawn",
         "dims": "published" if dims.kv_lora_rank == 512 and dims.nope >= 128 else "small",
+        "history": str(len(problem.history) or "none"),
     }
 
 

@@ -5,7 +5,8 @@ A `Problem` says everything about a prefill batch except the numbers, and the nu
 
 * unknown fields, wrong types, NaN and infinity are errors;
 * every size has a limit and so has the sum of all tensors: a hostile file cannot ask for 100 GB;
-* lists that run along the requests (`topk.kinds`) or along the tokens (`topk.rows`) have the right length.
+* lists that run along the requests (`topk.kinds`) or along the tokens (`topk.rows`) have the right length;
+* a history is short, and the problems in it have none.
 
 Needs no torch.
 """
@@ -27,6 +28,7 @@ from harness.problems.workspace import DEFAULT_MASK_WORKSPACE_WORDS, expected_pa
 
 __all__ = [
     "MAX_ELEMENTS",
+    "MAX_HISTORY",
     "SPARE_ROWS",
     "Chunks",
     "DataSpec",
@@ -43,6 +45,8 @@ MAX_JSON_CHARS = 16 * 2**20
 MAX_ELEMENTS = 2**32
 """Largest sum of elements over all tensors that a problem stands for."""
 MAX_CHUNKS = 20_000
+MAX_HISTORY = 2
+"""Calls before the judged one."""
 SPARE_ROWS = 2
 """Rows behind the last token in q, output and top-k buffers: poison, canary or garbage."""
 
@@ -67,6 +71,8 @@ class Problem(Part):
     data: DataSpec = DataSpec()
     layout: Layout = Layout()
     force: Force | None = None
+    history: tuple[Problem, ...] = Field(default=(), max_length=MAX_HISTORY)
+    """Batches that ran just before in the same process, on the same layer and workspaces where their sizes allow."""
     source: str = Field(default="drawn", max_length=200)
     """Where the case comes from; not part of its identity."""
 
@@ -113,6 +119,13 @@ class Problem(Part):
             )
         if paging.kv_cache_dtype == "fp8_ds_mla" and self.dtype != "bf16":
             raise ValueError(f"paging.kv_cache_dtype fp8_ds_mla holds bf16 rope values, dtype is {self.dtype}")
+        return self
+
+    @model_validator(mode="after")
+    def _history_is_flat(self) -> Self:
+        for index, earlier in enumerate(self.history):
+            if earlier.history:
+                raise ValueError(f"history[{index}] has a history of {len(earlier.history)}, must have none")
         return self
 
     @model_validator(mode="after")
@@ -249,8 +262,10 @@ class Problem(Part):
 
     @cached_property
     def case_id(self) -> str:
-        """16 hex digits of the canonical JSON without `source`."""
-        content = self.model_dump(mode="json", exclude={"source"})
+        """16 hex digits of the canonical JSON without `source`, and without a history where there is none."""
+        content = self.model_dump(mode="json", exclude={"source", "history"})
+        if self.history:
+            content["history"] = [earlier.case_id for earlier in self.history]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -31,6 +31,7 @@ from harness.problems.parts import Chunks, DataSpec, Dims, Layout, Paging, Reque
 from harness.problems.problem import Problem
 from harness.problems.profiles import PROFILES, Profile, ProfileName
 from harness.problems.published import MODELS
+from harness.problems.sequences import earlier_profile, with_history
 from harness.problems.splits import split_context
 from harness.problems.workspace import mask_words
 
@@ -50,39 +51,14 @@ def cases(profile: ProfileName = "quick") -> SearchStrategy[Problem]:
     """Problems of a profile."""
     # Hypothesis follows each fresh example with up to five mutations that copy one draw over another, and
     # most of them change nothing that matters here; it leaves the inside of a unique collection alone
-    one = st.lists(_problem(PROFILES[profile]), min_size=1, max_size=1, unique_by=lambda p: p.case_id)
+    one = st.lists(_case(PROFILES[profile]), min_size=1, max_size=1, unique_by=lambda p: p.case_id)
     return one.map(lambda problems: problems[0])
 
 
-def sequences(profile: ProfileName = "quick", max_calls: int = 3) -> SearchStrategy[tuple[Problem, ...]]:
-    """Calls that one layer can serve one after the other: 2 to `max_calls` problems of the same sizes.
-
-    Dims, storage type, scale, cache format, mask workspace and gather workspace are those of the first problem;
-    batches, paging, top-k rows and numbers are each problem's own.
-    """
-    calls = st.lists(_problem(PROFILES[profile]), min_size=2, max_size=max_calls)
-    return calls.map(lambda drawn: (drawn[0], *(_on_the_layer_of(drawn[0], other) for other in drawn[1:])))
-
-
-def _on_the_layer_of(first: Problem, other: Problem) -> Problem:
-    rows = other.topk.rows
-    cache = {
-        "kv_cache_dtype": first.paging.kv_cache_dtype,
-        "kv_cache_scale": first.paging.kv_cache_scale,
-        "block_size": first.paging.block_size,
-    }
-    matched = other.replace(
-        dims=first.dims,
-        dtype=first.dtype,
-        scale=first.scale,
-        paging=other.paging.model_copy(update=cache),
-        chunks=first.chunks,
-        mask_workspace_words=first.mask_workspace_words,
-        topk=other.topk.model_copy(
-            update={"rows": None if rows is None else tuple(row[: first.dims.topk] for row in rows)}
-        ),
-    )
-    return matched.replace(force=None) if matched.expected_path() == "refused" else matched
+@st.composite
+def _case(draw: DrawFn, profile: Profile) -> Problem:
+    """A problem, for some draws with a history."""
+    return with_history(draw, draw(_problem(profile)), profile, _problem(earlier_profile(profile)))
 
 
 @st.composite

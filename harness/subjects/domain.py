@@ -44,7 +44,12 @@ class Domain:
         force = "masked" if paging.kv_cache_dtype == "auto" else "mqa"
         if self.stage == "attend" and problem.expected_path() == "dense":
             force = "dense"
-        changes: dict[str, Any] = {"paging": paging, "force": force, "mask_workspace_words": None}
+        changes: dict[str, Any] = {
+            "paging": paging,
+            "force": force,
+            "mask_workspace_words": None,
+            "history": tuple(map(self.view, problem.history)),
+        }
         same = all(getattr(problem, name) == value for name, value in changes.items())
         return problem if same else problem.replace(**changes)
 
@@ -60,6 +65,7 @@ class Domain:
             "dtype": problem.dtype if problem.dtype in contract.dtypes else contract.dtypes[0],
             "paging": paging,
             "layout": self._layout(problem.layout),
+            "history": tuple(map(self.fit, problem.history)),
         }
         if paging.kv_cache_dtype == "fp8_ds_mla" and changes["dtype"] != "bf16":
             changes["paging"] = paging.model_copy(update={"kv_cache_dtype": "auto"})

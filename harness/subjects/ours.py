@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,9 +63,15 @@ class OurLayer:
 
     def metadata(self, problem: Problem, inputs: Inputs) -> PrefillMetadata:
         """Metadata with a dirty, guarded mask workspace and a poisoned chunk workspace."""
-        device = inputs.q.device
-        self.mask_guard = guarded(_workspace_words(problem), torch.int32, device)
-        metadata = build_prefill_metadata(
+        self.mask_guard = guarded(mask_words_held(problem), torch.int32, inputs.q.device)
+        metadata = self.build(problem, inputs, self.mask_guard.view)
+        if metadata.chunked_context is not None:
+            metadata.chunked_context.workspace.fill_(torch.nan)
+        return metadata
+
+    def build(self, problem: Problem, inputs: Inputs, mask_workspace: torch.Tensor) -> PrefillMetadata:
+        """Metadata of this batch."""
+        return build_prefill_metadata(
             problem.query_lens,
             problem.context_lens,
             inputs.block_table,
@@ -75,11 +82,14 @@ class OurLayer:
             split_alignment=problem.chunks.split_alignment,
             context_row_width=problem.dims.latent,
             dtype=inputs.q.dtype,
-            topk_mask_workspace=self.mask_guard.view,
+            topk_mask_workspace=mask_workspace,
         )
-        if metadata.chunked_context is not None:
-            metadata.chunked_context.workspace.fill_(torch.nan)
-        return metadata
+
+    def sharing(self, problems: Sequence[Problem], device: torch.device) -> OurLayer:
+        """This subject for a sequence of calls which share what an engine shares between calls."""
+        from harness.subjects.ours_calls import OurCalls
+
+        return OurCalls(self.attention, self.name, problems, device)
 
     def prefill(self, problem: Problem, inputs: Inputs, *, traced: bool) -> PrefillOutcome:
         self.require_runnable()
@@ -108,7 +118,7 @@ def _numerics(attention: str) -> Numerics:
     return FA4_SM100 if blackwell else FA4_SM90
 
 
-def _workspace_words(problem: Problem) -> int:
+def mask_words_held(problem: Problem) -> int:
     """Words to hold: what the problem asks for; of the default size only what its masks can touch.
 
     Filling and checking 128 MiB for every case would cost more than the case.

@@ -45,7 +45,7 @@ RICH = make(
 )
 
 
-@pytest.mark.parametrize("problem", [make(), RICH, make(())])
+@pytest.mark.parametrize("problem", [make(), RICH, make(()), RICH.replace(history=(make(), RICH))])
 def test_a_problem_survives_its_json(problem: Problem) -> None:
     text = problem.to_json()
     again = Problem.from_json(text)
@@ -63,6 +63,10 @@ def test_case_id_names_the_inputs_and_not_where_they_come_from() -> None:
     assert make(source="traffic").case_id == make().case_id
     assert make(scale=0.31).case_id != make().case_id
     assert make().case_id == "694a73b196b37c74"
+    after = make().replace(history=(make(scale=0.31),))
+    assert after.case_id != make().case_id
+    assert after.case_id != make().replace(history=(make(scale=0.33),)).case_id
+    assert after.case_id == make().replace(history=(make(scale=0.31, source="traffic"),)).case_id
 
 
 MALFORMED: dict[str, tuple[str | dict[str, Any], str]] = {
@@ -85,6 +89,12 @@ MALFORMED: dict[str, tuple[str | dict[str, Any], str]] = {
     "scale not finite": ({"scale": float("nan")}, "scale"),
     "budget below alignment": ({"chunks": {"row_budget": 4}}, "split_alignment=16"),
     "packed cache of other width": ({"paging": {"kv_cache_dtype": "fp8_ds_mla"}}, "kv_lora_rank=512"),
+    "long history": ({"history": [make().model_dump(mode="json")] * 3}, "history"),
+    "history of a history": (
+        {"history": [make().replace(history=(make(),)).model_dump(mode="json")]},
+        "history[0] has a history of 1",
+    ),
+    "illegal history": ({"history": [make().model_dump(mode="json") | {"scale": 0.0}]}, "history[0].scale"),
     "one huge length": ({"requests": [{"context_len": 2**40, "query_len": 1}]}, "requests[0].context_len"),
 }
 
