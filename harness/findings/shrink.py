@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from harness.problems.problem import Chunks, DataSpec, Layout, Paging, Problem, ProblemError, Request
+from harness.findings.shrink_history import Changes, Pass, all_calls, changed, drop_history, earlier_calls
+from harness.problems.problem import Chunks, DataSpec, Layout, Paging, Problem, Request
 
 MAX_TRIES = 500
 SMALL = 16
@@ -50,7 +50,7 @@ def shrink(problem: Problem, fails: Callable[[Problem], bool], *, seconds: float
                 for changes in propose(best):
                     if time.monotonic() > deadline or len(tried) > MAX_TRIES:
                         return Shrunk(best, len(tried) - 1)
-                    candidate = _changed(best, changes)
+                    candidate = changed(best, changes)
                     if candidate is None or candidate.case_id in tried:
                         continue
                     tried.add(candidate.case_id)
@@ -58,16 +58,6 @@ def shrink(problem: Problem, fails: Callable[[Problem], bool], *, seconds: float
                         best, again, progress = candidate, True, True
                         break
     return Shrunk(best, len(tried) - 1)
-
-
-Changes = dict[str, Any]
-
-
-def _changed(problem: Problem, changes: Changes) -> Problem | None:
-    try:
-        return problem.replace(**changes)
-    except ProblemError:
-        return None
 
 
 def _halve_all(p: Problem) -> Iterator[Changes]:
@@ -149,14 +139,8 @@ def _small_topk(p: Problem) -> Iterator[Changes]:
         yield {**_requests(p, lengths, topk), "dims": p.dims.model_copy(update={"topk": topk})}
 
 
-PASSES: tuple[Callable[[Problem], Iterator[Changes]], ...] = (
-    _drop_requests,
-    _halve_all,
-    _small_dims,
-    _plain_fields,
-    _short_lengths,
-    _small_topk,
-)
+_ONE_CALL: tuple[Pass, ...] = (_drop_requests, _halve_all, _small_dims, _plain_fields, _short_lengths, _small_topk)
+PASSES: tuple[Pass, ...] = (drop_history, all_calls(_ONE_CALL), *_ONE_CALL, earlier_calls(_ONE_CALL))
 
 
 def _towards(low: int, high: int) -> Iterator[int]:
