@@ -47,7 +47,7 @@ def tempting_problems() -> list[Problem]:
 
 
 def _problem(dims: Dims, lengths: tuple[tuple[int, int], ...], force: Force) -> Problem:
-    kinds: tuple[TopkKind, ...] = ("random",) * len(lengths)
+    kinds: tuple[TopkKind, ...] = tuple("random" for _ in lengths)
     return Problem(
         dims=dims,
         scale=(dims.nope + dims.rope) ** -0.5,
