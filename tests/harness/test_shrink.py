@@ -68,6 +68,15 @@ def test_do_explicit_top_k_rows_follow_their_requests() -> None:
     assert small.topk.rows == ((40, 41), (50, 51), (60, 61))
 
 
+def test_are_the_calls_before_the_judged_one_dropped_or_made_small() -> None:
+    case = BIG.replace(history=(BIG, engine_fakes.problem((9, 30))))
+    assert shrink(case, lambda p: p.num_tokens >= 1, seconds=30).problem.history == ()
+    needs_one = shrink(case, lambda p: any(call.max_query_len >= 20 for call in p.history), seconds=30).problem
+    (call,) = needs_one.history
+    assert [(r.context_len, r.query_len) for r in call.requests] == [(0, 20)]
+    assert call.dims.heads == 1
+
+
 def test_does_a_case_that_cannot_shrink_stay_itself() -> None:
     result = shrink(BIG, lambda p: False, seconds=30)
     assert result.problem == BIG
