@@ -115,7 +115,7 @@ def check_mask(
         first_pos = None if first_query_pos is None else first_query_pos[offset]
         expected[: rows.shape[0]] = expected_words(rows, words, max_key_len, first_pos)
         found = actual[offset].copy()
-        if reserved:
+        if reserved and padded:
             found[0, -1] = expected[0, -1]
         if not np.array_equal(found, expected):
             return _first_wrong_bit(call, found, expected, rows.shape[0], first_request + offset)
