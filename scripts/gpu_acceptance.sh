@@ -19,8 +19,8 @@ run() { mlacheck run --no-shrink --jobs "$jobs" --out "$logs/run_$1" "${@:2}"; }
 section_tests() { "$python" -m pytest -q tests/gpu -p no:cacheprovider; }
 section_small_triton() { run small_triton --profile ci --subject 'ours[triton]' --max-examples "${SMALL:-2000}"; }
 section_small_fa4() { run small_fa4 --profile ci --subject 'ours[fa4]' --max-examples "${SMALL:-2000}"; }
-section_full_triton() { jobs=2 run full_triton --profile gpu_full --subject 'ours[triton]' --max-examples "${FULL:-30}"; }
-section_full_fa4() { jobs=2 run full_fa4 --profile gpu_full --subject 'ours[fa4]' --max-examples "${FULL:-30}"; }
+section_full_triton() { run full_triton --profile gpu_full --subject 'ours[triton]' --max-examples "${FULL:-30}"; }
+section_full_fa4() { run full_fa4 --profile gpu_full --subject 'ours[fa4]' --max-examples "${FULL:-30}"; }
 section_tightness() { for s in 'ours[triton]' 'ours[fa4]'; do mlacheck measure tightness --subject "$s" || return; done; }
 section_sensitivity() { for s in 'ours[triton]' 'ours[fa4]'; do mlacheck measure sensitivity --subject "$s" || return; done; }
 section_compiles() { mlacheck bench compiles --attention triton && mlacheck bench compiles --attention fa4; }

@@ -14,12 +14,15 @@ from harness.problems.tensors import Inputs
 from harness.problems.workspace import DEFAULT_MASK_WORKSPACE_WORDS, mask_words
 from harness.subjects.base import NotRunnable, PrefillOutcome
 from harness.subjects.contract import Contract
+from harness.subjects.layer_domain import LayerDomain
 from optimized.attention.api import masked_mha
 from optimized.attention.fa4 import fa4_available
 from optimized.metadata import PrefillMetadata, build_prefill_metadata
 from optimized.sparse_mla import SparseMLAImpl
 from optimized.trace import Trace
 from reference.numerics import FA4_SM90, FA4_SM100, TRITON, TRITON_MQA, Numerics
+
+FA4_HEAD_DIM_MULTIPLE = 8
 
 
 class OurLayer:
@@ -28,7 +31,13 @@ class OurLayer:
     def __init__(self, attention: str, name: str | None = None) -> None:
         self.attention = attention
         self.name = name or f"ours[{attention}]"
-        self.contract = Contract(strides="any", numerics=_numerics(attention), mqa_numerics=TRITON_MQA)
+        self.contract = Contract(
+            strides="any",
+            numerics=_numerics(attention),
+            mqa_numerics=TRITON_MQA,
+            head_dim_multiple=FA4_HEAD_DIM_MULTIPLE if attention == "fa4" else 1,
+        )
+        self.domain = LayerDomain("prefill", self.contract)
         self.mask_guard: GuardedBuffer | None = None
         """The mask workspace of the last call, for the guards."""
 
