@@ -1,11 +1,8 @@
 """vLLM's pieces under the stage signatures of this harness (`vllm` says what each promises).
 
-Where a stage asks for more than vLLM promises, the difference is taken out here, and nowhere else:
-
-* mask: words that vLLM leaves as they were (behind that of the last key) are cleared after the call, and entries
-  past the last key, whose effect is undefined, become -1 before it; causality, which vLLM's builder does not know,
-  likewise;
-* merge: the output of an empty side, which must be finite, becomes 0 where it is not.
+Stage `mask` asks for more than vLLM promises, and the difference is taken out here, nowhere else: words that vLLM
+leaves as they were (behind that of the last key) are cleared after the call; entries past the last key, whose effect
+is undefined, become -1 before it; so does what causality excludes, which vLLM leaves to the attention kernel.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import torch
 
 from harness.checks.mask_mod import mod_factory
 from harness.checks.plan import ExpectedChunk
+from harness.problems.names import DType
 from harness.subjects.api import NotRunnable, subject
 from harness.subjects.contract import Contract
 from harness.subjects.vllm import MergeForm, Vllm
@@ -77,20 +75,16 @@ def _mod(offset: bool, device: str) -> Callable[..., Any]:
     return _vllm().mask_mod(offset, torch.device(device))
 
 
-def _merge(form: MergeForm, **tensors: torch.Tensor) -> None:
-    for side in ("prefix", "suffix"):
-        lse, output = tensors[f"{side}_lse"], tensors[f"{side}_output"]
-        empty = lse.isinf().t()[..., None]
-        tensors[f"{side}_output"] = torch.where(empty & ~output.isfinite(), torch.zeros_like(output), output)
-    _merge_of(form)(**tensors)
-
-
 @cache
 def _merge_of(form: MergeForm) -> Callable[..., None]:
     return _vllm().merge(form)
 
 
-@subject(stage="merge", contract=Contract())
+_TRITON_DTYPES: tuple[DType, ...] = ("bf16", "fp16") if torch.cuda.is_available() else ("fp16",)
+"""Triton's interpreter has no bf16 arithmetic, and vLLM's kernel multiplies what it loads."""
+
+
+@subject(stage="merge", contract=Contract(dtypes=_TRITON_DTYPES))
 def merge_triton(
     output: torch.Tensor,
     prefix_output: torch.Tensor,
@@ -99,11 +93,8 @@ def merge_triton(
     suffix_lse: torch.Tensor,
     output_lse: torch.Tensor,
 ) -> None:
-    """The Triton form. In Triton's interpreter bf16 is no number: NotRunnable."""
-    if not output.is_cuda and output.dtype == torch.bfloat16:
-        raise NotRunnable("Triton's interpreter has no bf16 arithmetic: bf16 cases of vLLM's kernel need a GPU")
-    _merge(
-        "triton",
+    """The Triton form."""
+    _merge_of("triton")(
         output=output,
         prefix_output=prefix_output,
         prefix_lse=prefix_lse,
@@ -123,8 +114,7 @@ def merge_torch(
     output_lse: torch.Tensor,
 ) -> None:
     """The PyTorch form, which vLLM takes on CPUs."""
-    _merge(
-        "torch",
+    _merge_of("torch")(
         output=output,
         prefix_output=prefix_output,
         prefix_lse=prefix_lse,
@@ -144,8 +134,7 @@ def merge_cuda(
     output_lse: torch.Tensor,
 ) -> None:
     """The CUDA form, which vLLM takes on NVIDIA GPUs where the head dim allows 16-byte copies."""
-    _merge(
-        "cuda",
+    _merge_of("cuda")(
         output=output,
         prefix_output=prefix_output,
         prefix_lse=prefix_lse,
