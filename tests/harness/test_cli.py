@@ -68,7 +68,8 @@ def test_is_a_planted_fault_found_named_and_replayed_elsewhere(tmp_path: Path, n
     work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
     work.mkdir()
     elsewhere.mkdir()
-    done = mlacheck(work, "run", "--subject", f"mutant:{name}", "--seed", "1", "--jobs", "1", "-x", "--no-shrink", "--json")
+    options = ("--seed", "1", "--jobs", "1", "-x", "--no-shrink", "--json")
+    done = mlacheck(work, "run", "--subject", f"mutant:{name}", *options)
     assert done.returncode == 1, done.stdout + done.stderr
     numbers = last_json(done)
     finding = numbers["finding_list"][0]
