@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harness.checks.assertion import CheckFailed, check
     from harness.checks.case import check_case
     from harness.problems.problem import Problem, ProblemError
+    from harness.subjects import drawing as strategies
     from harness.subjects.api import NotRunnable, StageSubject, SubjectError, subject
     from harness.subjects.contract import Contract
     from harness.subjects.registry import list_subjects
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 PACKAGES = ("reference", "optimized", "harness", "reports")
 
 _HOMES = {
+    "check": "harness.checks.assertion",
+    "CheckFailed": "harness.checks.assertion",
     "check_case": "harness.checks.case",
     "Problem": "harness.problems.problem",
     "ProblemError": "harness.problems.problem",
@@ -44,6 +48,7 @@ _HOMES = {
 
 __all__ = [
     "CaseRecord",
+    "CheckFailed",
     "CheckRecord",
     "Contract",
     "NameClash",
@@ -56,9 +61,11 @@ __all__ = [
     "StageSubject",
     "Status",
     "SubjectError",
+    "check",
     "check_case",
     "list_subjects",
     "name_clashes",
+    "strategies",
     "subject",
 ]
 
@@ -90,6 +97,8 @@ def name_clashes() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Public names on first use: torch is heavy, and the command line does without it."""
+    if name == "strategies":
+        return import_module("harness.subjects.drawing")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'mlacheck' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""What `mlacheck init STAGE` prints: one self-contained, working check for each stage."""
