@@ -12,12 +12,13 @@ from harness.checks.link import first_bad
 from harness.checks.localize import explain_attend
 from harness.checks.power import power_shares, vacuous_classes
 from harness.checks.prefill import check_fed, check_raw, check_result_shape, raw_reference, requests_of
+from harness.checks.raised import check_raised
 from harness.checks.readout import Attend
 from harness.checks.relations import Base, check_relation
 from harness.checks.sequence import check_calls, check_stage_calls
 from harness.checks.summary import summarise
 from harness.checks.verdict import failed, passed
-from harness.checks.walk_mha import MhaWalk
+from harness.checks.walk_mha import MhaWalk, check_trace_plan
 from harness.checks.walk_mqa import MqaWalk
 from harness.problems.problem import Problem
 from harness.problems.tensors import Inputs, build_inputs, tensor_hash
@@ -86,8 +87,7 @@ def _judge(
             record.paths = ["refused"]
             untouched = _guard_records(subject, inputs, before)
             return [*untouched, passed("dispatch", "dispatch.refusal")]
-        message = f"the subject refused a legal case: {type(error).__name__}: {error}"
-        return [failed("prefill", "prefill.run", message, status=Status.CONTRACT)]
+        return check_raised(Facts(problem, inputs, subject.contract), getattr(subject, "trace", None), error)
     guards = _guard_records(subject, inputs, before)
     if refusal_expected:
         message = "a masked path was forced although its masks do not fit the workspace: ValueError expected"
@@ -112,6 +112,10 @@ def _stages(
     checks: list[CheckRecord] = []
     if trace is not None:
         record.paths = sorted({str(trace.path), *trace.kernels})
+        planned = check_trace_plan(facts, trace)
+        if first_bad(planned) is not None:
+            return planned
+        checks += planned
         if path != expected:
             message = f"the batch took path {path}, must take {expected}"
             checks.append(failed("dispatch", "dispatch.path", message))

@@ -27,6 +27,19 @@ from optimized.trace import (
 from reports.records import CheckRecord
 
 
+def check_trace_plan(facts: Facts, trace: Trace) -> list[CheckRecord]:
+    """The chunk plan of a trace, of whatever path, against the rules."""
+    chunks = facts.problem.chunks
+    return check_plan(
+        trace.plan,
+        context_lens=facts.context_lens,
+        query_lens=facts.query_lens,
+        row_budget=chunks.row_budget,
+        max_context_chunk=chunks.max_context_chunk,
+        split_alignment=chunks.split_alignment,
+    )
+
+
 class MhaWalk:
     """Checks one trace. `facts` say what the problem asks for; the trace says what was done."""
 
@@ -42,7 +55,7 @@ class MhaWalk:
 
     def run(self) -> list[CheckRecord]:
         """Records in the order of the data flow: the first that accuses is the culprit."""
-        records = self._plan()
+        records = check_trace_plan(self.facts, self.trace)
         if any(record.status.is_finding for record in records):
             return records
         if self.facts.num_tokens == 0:
@@ -63,17 +76,6 @@ class MhaWalk:
         if self.facts.plan:
             records += self._merges()
         return records
-
-    def _plan(self) -> list[CheckRecord]:
-        problem = self.facts.problem
-        return check_plan(
-            self.trace.plan,
-            context_lens=self.facts.context_lens,
-            query_lens=self.facts.query_lens,
-            row_budget=problem.chunks.row_budget,
-            max_context_chunk=problem.chunks.max_context_chunk,
-            split_alignment=problem.chunks.split_alignment,
-        )
 
     def _slice(self) -> list[CheckRecord]:
         if self.trace.topk_per_req is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import signal
 import threading
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from harness.checks.blame import frame_of_dump, stage_of_dump
 from harness.engine.worker import SubjectRefused, WorkerSpec, bare_record, domain_of, prepare, run_case
 from harness.problems.problem import Problem
 from harness.subjects.domain import Domain
@@ -89,7 +89,7 @@ class Slot:
             how = _how_it_ended(getattr(error, "exitcode", None))
             raise SubjectRefused(f"{self.spec.subject}: the worker {how} while loading it") from None
 
-    def _call(self, function: Callable[..., Any], timeout_s: float, *args: str) -> Any:
+    def _call(self, function: Callable[..., Any], timeout_s: float, *args: object) -> Any:
         """Run in the worker. The clock of `timeout_s` starts there; a worker that never starts is bounded too."""
         self._running = self._pool.schedule(function, args=(self.spec, *args), timeout=timeout_s)
         if self._stopped:
@@ -111,9 +111,9 @@ class Slot:
         kills, logged = oom_kills(), self._log_size()
         for last_try in (False, True):
             try:
-                return CaseRecord.model_validate(self._call(run_case, limit, problem_json))
+                return CaseRecord.model_validate(self._call(run_case, limit, problem_json, limit))
             except TimeoutError:
-                return self._bare(problem_json, Status.HANG, f"no answer in {limit:g} s", seconds=limit)
+                return self._stuck(problem_json, limit, self._stack(logged))
             except ProcessExpired as error:
                 return self._died(problem_json, error.exitcode, kills, logged)
             except CancelledError:
@@ -130,11 +130,16 @@ class Slot:
                     return self._died(problem_json, None, kills, logged)
         raise AssertionError("unreachable")
 
+    def _stuck(self, problem_json: str, limit: float, stack: str) -> CaseRecord:
+        message = f"no answer in {limit:g} s{_at(stack)}"
+        return self._bare(problem_json, Status.HANG, message, stage=stage_of_dump(stack), seconds=limit)
+
     def _died(self, problem_json: str, exitcode: int | None, kills: int, logged: int) -> CaseRecord:
         if oom_kills() > kills:
             return self._bare(problem_json, Status.OOM, "the worker was killed for memory")
-        message = f"the worker {_how_it_ended(exitcode)}{self._last_frame(logged)}"
-        return self._bare(problem_json, Status.CRASH, message)
+        stack = self._stack(logged)
+        message = f"the worker {_how_it_ended(exitcode)}{_at(stack)}"
+        return self._bare(problem_json, Status.CRASH, message, stage=stage_of_dump(stack))
 
     def _log_size(self) -> int:
         try:
@@ -142,19 +147,19 @@ class Slot:
         except OSError:
             return 0
 
-    def _last_frame(self, logged: int) -> str:
-        """Where Python was when the process died, if Python's fault handler could still say so."""
+    def _stack(self, logged: int) -> str:
+        """What the worker has printed since its log had this size: Python's fault handler prints where it was."""
         if not self.spec.log or self._log_size() <= logged:
             return ""
         with open(self.spec.log, "rb") as log:
             log.seek(logged)
-            text = log.read(MAX_LOG_BYTES).decode(errors="replace")
-        frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', text)
-        return f" in {Path(frame[1]).name}:{frame[2]} {frame[3]}" if frame else ""
+            return log.read(MAX_LOG_BYTES).decode(errors="replace")
 
-    def _bare(self, problem_json: str, status: Status, message: str, seconds: float = 0.0) -> CaseRecord:
+    def _bare(
+        self, problem_json: str, status: Status, message: str, *, stage: str | None = None, seconds: float = 0.0
+    ) -> CaseRecord:
         problem = Problem.from_json(problem_json)
-        return bare_record(problem, self.spec.subject, status, message, seconds=seconds)
+        return bare_record(problem, self.spec.subject, status, message, stage=stage, seconds=seconds)
 
     def stop(self) -> None:
         """End the worker now; a case that runs is abandoned."""
@@ -167,6 +172,11 @@ class Slot:
                 # A task that no worker has taken yet is forgotten by a stopped pool: nobody else ends the wait.
                 self._running.cancel()
             self._pool.join()
+
+
+def _at(stack: str) -> str:
+    frame = frame_of_dump(stack)
+    return f" in {frame}" if frame else ""
 
 
 def _how_it_ended(exitcode: int | None) -> str:

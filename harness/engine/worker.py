@@ -23,6 +23,8 @@ from harness.subjects.domain import Domain
 from reports.records import CaseRecord, Status
 
 MUTANT_PREFIX = "mutant:"
+SHORTLY_BEFORE = 0.9
+"""A worker that is about to be killed for its silence prints its stack at this part of the time."""
 HARNESS_STAGE = "harness"
 """Stage of a record that says that the harness itself failed, so that no subject is accused of it."""
 
@@ -127,14 +129,17 @@ def describe() -> dict[str, str]:
     return facts
 
 
-def run_case(spec: WorkerSpec, problem_json: str) -> dict[str, Any]:
+def run_case(spec: WorkerSpec, problem_json: str, limit_s: float | None = None) -> dict[str, Any]:
     """Judge one case; never raises for what the subject or the judge does.
 
     An exception that reaches this level is a fault of the harness (the judge turns those of the subject into
-    verdicts itself) and gives NOT_RUN at stage `harness`; running out of memory gives OOM.
+    verdicts itself) and gives NOT_RUN at stage `harness`; running out of memory gives OOM. Shortly before
+    `limit_s`, when the worker will be killed, it prints where it is.
     """
     start = time.perf_counter()
     problem = Problem.from_json(problem_json)
+    if limit_s is not None:
+        faulthandler.dump_traceback_later(SHORTLY_BEFORE * limit_s, file=2)
     try:
         record = _load(spec)(problem, spec.subject)
     except MemoryError as error:
@@ -149,6 +154,8 @@ def run_case(spec: WorkerSpec, problem_json: str) -> dict[str, Any]:
             where = traceback.extract_tb(error.__traceback__)[-1]
             message = f"{type(error).__name__}: {error} (at {os.path.basename(where.filename)}:{where.lineno})"
             record = bare_record(problem, spec.subject, Status.NOT_RUN, one_line(message), stage=HARNESS_STAGE)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     if not record.seconds:
         record.seconds = time.perf_counter() - start
     return record.model_dump(mode="json")

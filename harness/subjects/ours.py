@@ -40,6 +40,8 @@ class OurLayer:
         self.domain = LayerDomain("prefill", self.contract)
         self.mask_guard: GuardedBuffer | None = None
         """The mask workspace of the last call, for the guards."""
+        self.trace: Trace | None = None
+        """What the last traced call has done so far: all that is left of a call that raised."""
 
     def attend(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """One attention call alone (`readout.Attend`)."""
@@ -102,7 +104,7 @@ class OurLayer:
 
     def prefill(self, problem: Problem, inputs: Inputs, *, traced: bool) -> PrefillOutcome:
         self.require_runnable()
-        trace = Trace() if traced else None
+        trace = self.trace = Trace() if traced else None
         with warnings.catch_warnings():
             # the layer warns that a workspace is small; here that is what the case asks for
             warnings.simplefilter("ignore", RuntimeWarning)
