@@ -11,14 +11,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from harness.checks.deferred import DelayedCopies
 from harness.checks.facts import Facts
 from harness.checks.guards import same_bits
+from harness.checks.streams import on_side_stream
 from harness.checks.verdict import failed, passed
 from harness.problems.problem import Problem
 from harness.problems.tensors import Inputs
 from harness.subjects.base import PrefillOutcome, PrefillSubject
 from reference.bound import AttendReference
-from reports.records import CheckRecord, Place
+from reports.records import CheckRecord, Place, Status
 
 STAGE = "relation"
 MASKED_PATHS = ("no_context", "global_mask", "remap")
@@ -223,6 +225,26 @@ def _has_chunks(base: Base) -> bool:
     return len(base.facts.plan) > 1 and base.path != "mqa" and base.problem.mask_workspace_words is None
 
 
+def _delayed_copies(base: Base) -> CheckRecord:
+    """Non-blocking copies that run as late as they may change nothing."""
+    name = "relation.delayed_copies"
+    try:
+        with DelayedCopies(base.inputs.buffers.values()) as late:
+            result = base.run(base.problem, base.inputs)
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        message = f"with late copies the call fails: {type(error).__name__}: {error}"
+        return failed(STAGE, name, message, status=Status.GUARD)
+    if late.hazards:
+        return failed(STAGE, name, "; ".join(sorted(set(map(str, late.hazards)))), status=Status.GUARD)
+    return _bitwise("delayed_copies", base, result, (base.out, base.lse))
+
+
+def _side_stream(base: Base) -> CheckRecord:
+    """The same call on a stream of its own, with the device far behind the host."""
+    result = on_side_stream(base.inputs.q.device, lambda: base.run(base.problem, base.inputs))
+    return _bitwise("side_stream", base, result, (base.out, base.lse))
+
+
 RELATIONS = (
     Relation("values_doubled", "W_UV x 2: output x 2, same LSE", _values_can_double, _double_values),
     Relation(
@@ -256,6 +278,18 @@ RELATIONS = (
         _remap_instead,
     ),
     Relation("other_chunk_plan", "the chunk plan does not matter", _has_chunks, _other_plan),
+    Relation(
+        "delayed_copies",
+        "copies may run late",
+        lambda base: not base.inputs.q.is_cuda and base.subject.contract.deterministic,
+        _delayed_copies,
+    ),
+    Relation(
+        "side_stream",
+        "the stream does not matter",
+        lambda base: base.inputs.q.is_cuda and base.subject.contract.deterministic,
+        _side_stream,
+    ),
 )
 
 
