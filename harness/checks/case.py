@@ -94,7 +94,9 @@ def _judge(
         return [failed("dispatch", "dispatch.refusal", message), *guards]
     facts = Facts(problem, inputs, subject.contract)
     checks = _stages(facts, subject, outcome, record, once=once)
-    checks += guards
+    # stages are judged on the inputs as they are now: where the call changed them, that comes first
+    changed = any(guard.check == "guard.inputs" and guard.status.is_finding for guard in guards)
+    checks = guards + checks if changed else checks + guards
     if not once and int(problem.case_id, 16) % REPEAT_EVERY == 0 and first_bad(checks) is None:
         checks += _repeat(problem, subject, outcome)
     return checks

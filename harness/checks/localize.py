@@ -1,14 +1,22 @@
 """From a wrong attention call to its cause: did it attend the wrong keys, or compute the right ones wrongly?
 
-The call is repeated as a naming read-out (`readout.py`) with the same structure and mask. If the named sets differ
-from the mask, the kernel or its mask mod read the mask wrongly, and row, key, word and bit are known; if they
-agree, the fault is in the arithmetic.
+The call is repeated as read-outs (`readout.py`) with the same structure and mask. If the output does not even show a
+V that all keys share, or does not show the keys that LSE counts, it is the output that is wrong. Else, if the named
+sets differ from the mask, the kernel or its mask mod read the mask wrongly, and row, key, word and bit are known; if
+they agree, the fault is in the arithmetic.
 """
 
 from __future__ import annotations
 
 from harness.checks.attend import allowed_of_call
-from harness.checks.readout import Attend, AttendShape, first_difference, name_attended
+from harness.checks.readout import (
+    Attend,
+    AttendShape,
+    count_attended,
+    first_difference,
+    name_attended,
+    shown_wrongly,
+)
 from optimized.trace import AttendEvent
 from reports.records import CheckRecord
 
@@ -43,13 +51,25 @@ def explain_attend(record: CheckRecord, event: AttendEvent, attend: Attend) -> C
     if event.max_seqlen_k > MAX_READOUT_LAUNCHES * shape.heads * shape.v_width:
         return record
     try:
+        mixed = shown_wrongly(attend, shape)
+        counts = count_attended(attend, shape)
         named = name_attended(attend, shape)
     except Exception as error:
         return record.model_copy(update={"message": f"{record.message}; the read-out failed: {error}"})
+    if mixed is not None:
+        row, head, column = mixed
+        note = f"with one V for all keys, row {row} of the call shows another in head {head}, column {column}"
+        return record.model_copy(update={"message": f"{record.message}; {note}: rows, heads or columns are mixed up"})
     for request, attended in enumerate(named):
-        difference = first_difference(attended, allowed_of_call(event, request))
+        allowed = allowed_of_call(event, request)
+        difference = first_difference(attended, allowed)
         if difference is None:
             continue
+        shown, right = int(attended[difference.row].sum()), int(allowed[difference.row].sum())
+        counted = counts[:, event.cu_seqlens_q[request] + difference.row]
+        if shown != right and bool((counted.round() == right).all()):
+            note = f"in row {difference.row} LSE counts {right} keys, as it must, and the output shows {shown}"
+            return record.model_copy(update={"message": f"{record.message}; {note}: the output is wrong, not the set"})
         start = event.key_starts[request] if event.key_starts is not None else 0
         key = difference.key
         place = record.place.model_copy(

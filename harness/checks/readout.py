@@ -2,7 +2,8 @@
 
 Counting: with q = 0 every score is 0, so `exp(LSE)` is the number of keys that a row attended. Naming: with q = 0
 and V one-hot over a window of keys, an output column is positive exactly where its key was attended. A mask is
-shared by the heads, so each head shows its own window: `H * v` keys a launch.
+shared by the heads, so each head shows its own window: `H * v` keys a launch. Showing: with one V for all keys the
+output must be that V, whatever keys were attended.
 """
 
 from __future__ import annotations
@@ -110,6 +111,20 @@ def name_attended(attend: Attend, shape: AttendShape) -> list[torch.Tensor]:
                 rows = slice(shape.cu_seqlens_q[request], shape.cu_seqlens_q[request + 1])
                 named[request][:, base : base + shown] = seen[rows, :shown]
     return named
+
+
+def shown_wrongly(attend: Attend, shape: AttendShape) -> tuple[int, int, int] | None:
+    """(row of the packed queries, head, column) where the output is not the V that all keys share, or None.
+
+    V is an integer below 252 in each column of each head, another one in neighbouring columns and heads, so that
+    sums and the quotient are exact. Rows of zeros are left out: they may have attended nothing.
+    """
+    pattern = torch.arange(shape.heads * shape.v_width, device=shape.device).remainder(251).add(1)
+    value = pattern.view(shape.heads, shape.v_width).to(shape.dtype)
+    out, _ = _call(attend, shape, value.expand(shape.cu_seqlens_k[-1], -1, -1).contiguous())
+    wrong = (out != value) & (out != 0).any(dim=2, keepdim=True)
+    where = wrong.nonzero()
+    return None if where.shape[0] == 0 else (int(where[0, 0]), int(where[0, 1]), int(where[0, 2]))
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,8 @@ def compare_bounded(
         index = unravel(int(nonfinite.flatten().int().argmax()), actual.shape)
         count = int(nonfinite.sum())
         message = f"{check} is {value[index].item()}, must be {expected[index].item():.9g} ({count} such elements)"
+        hint = diagnose(value, expected) if diagnose is not None else ""
+        message += f"; {hint}" if hint else ""
         return failed(stage, check, message, locate(index), status=Status.NONFINITE)
     error = torch.where(same, 0.0, (value - expected).abs())
     ratio = torch.where(error == 0, 0.0, error / tolerance)

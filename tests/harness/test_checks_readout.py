@@ -13,7 +13,14 @@ from torch import Tensor
 from harness.checks.attend import allowed_of_call, check_attend, unpack_bits
 from harness.checks.link import first_bad
 from harness.checks.localize import explain_attend, shape_of
-from harness.checks.readout import AttendShape, SetDifference, count_attended, first_difference, name_attended
+from harness.checks.readout import (
+    AttendShape,
+    SetDifference,
+    count_attended,
+    first_difference,
+    name_attended,
+    shown_wrongly,
+)
 from optimized.attention.triton_mha import triton_masked_mha
 from optimized.trace import AttendEvent
 from reference.numerics import TRITON
@@ -170,6 +177,40 @@ def test_wrong_arithmetic_on_the_right_keys_is_called_so() -> None:
     assert explained.stage == "attend"
     assert "every row attended exactly its keys: the arithmetic is wrong" in explained.message
     assert explained.place == bad.place
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda out: out.flip(2), "with one V for all keys, row 1 of the call shows another in head 0, column 0"),
+        (lambda out: out.flip(1), "rows, heads or columns are mixed up"),
+        (
+            lambda out: out.index_fill(0, torch.tensor([2]), 0.0),
+            "and the output shows 0: the output is wrong, not the set",
+        ),
+    ],
+)
+def test_an_output_mixed_up_is_not_blamed_on_the_mask(damage: Callable[[Tensor], Tensor], words: str) -> None:
+    event = traced("global_mask").event(AttendEvent, "suffix")
+    right = Oracle()
+
+    def wrong(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = right(*args, **kwargs)
+        return damage(out), lse
+
+    faulty = replace(event, out=damage(event.out))
+    bad = first_bad(check_attend(faulty, TRITON, None))
+    assert bad is not None
+    explained = explain_attend(bad, faulty, wrong)
+    assert (explained.stage, explained.place) == ("attend", bad.place)
+    assert words in explained.message
+
+
+def test_one_value_for_all_keys_is_shown_whatever_is_attended() -> None:
+    event = traced("empty_rows").event(AttendEvent, "chunk[0]")
+    assert shown_wrongly(Oracle(), shape_of(event)) is None
+    assert shown_wrongly(Oracle(without(0, 1, 3)), shape_of(event)) is None
+    assert shown_wrongly(Oracle(gain=1.01), shape_of(event)) is not None
 
 
 def test_a_read_out_that_crashes_leaves_the_record() -> None:

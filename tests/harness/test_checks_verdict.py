@@ -191,3 +191,8 @@ def test_the_law_reaches_the_message() -> None:
         "merge", "merge.lse", LSE / math.log(2), LSE, torch.full_like(LSE, 1e-6), diagnose=diagnose_lse
     )
     assert "base-2 LSE" in record.message
+    other_places = compare_bounded(
+        "merge", "merge.lse", LSE.T.reshape(2, 5), LSE, torch.full_like(LSE, 1e-6), diagnose=diagnose_lse
+    )
+    assert other_places.status is Status.NONFINITE
+    assert "transposed" in other_places.message

@@ -52,6 +52,8 @@ PROBLEMS: dict[str, Problem] = {
     "no_context": batch((0, 19), (0, 4), (0, 1)),
     "one_chunk": batch((20, 5), (7, 3)),
     "one_request": batch((90, 6)),
+    "bit_31": batch((90, 6), topk=TopkSpec(kinds=("bit_31",), seed=3)),
+    "bit_31_remap": batch((90, 6), topk=TopkSpec(kinds=("bit_31",), seed=3), force="masked_remap"),
     "dense": MANY.replace(force="dense"),
     "mqa": MANY.replace(force="mqa"),
     "mqa_no_context": batch((0, 9), (0, 4), force="mqa"),
