@@ -56,6 +56,18 @@ BUNDLES: dict[str, Bundle] = {
         },
     ),
     "vllm[torch]": Bundle("vLLM's merge in plain PyTorch", {"merge": "harness.subjects.vllm_stages:merge_torch"}),
+    "vllm[layer]": Bundle(
+        "vLLM's masked prefill, global mask, with its Blackwell kernels replaced by ours",
+        {"prefill": "harness.subjects.vllm_layer:prefill_global"},
+    ),
+    "vllm[remap]": Bundle(
+        "vLLM's masked prefill, remapped top-k, with its Blackwell kernels replaced by ours",
+        {"prefill": "harness.subjects.vllm_layer:prefill_remap"},
+    ),
+    "vllm[mods]": Bundle(
+        "vLLM's masked prefill, global mask and its own mask mods, with the kernels replaced by ours",
+        {"prefill": "harness.subjects.vllm_layer:prefill_mods"},
+    ),
     "vllm[cuda]": Bundle("vLLM's merge in CUDA", {"merge": "harness.subjects.vllm_stages:merge_cuda"}),
 }
 

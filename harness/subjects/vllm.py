@@ -60,7 +60,8 @@ class Vllm:
         return cls(find_vllm())
 
     @cached_property
-    def _layer(self) -> ModuleType:
+    def layer_module(self) -> ModuleType:
+        """The single functions of its sparse MLA layer."""
         import triton
         import triton.language as tl
 
@@ -86,31 +87,31 @@ class Vllm:
 
     def topk_mask_shape(self, batch: int, longest_query: int, longest_key: int, reserve: bool) -> tuple[int, int, int]:
         """Requests, padded query rows and words of a mask."""
-        shape: tuple[int, int, int] = self._layer._topk_mask_shape(batch, longest_query, longest_key, reserve)
+        shape: tuple[int, int, int] = self.layer_module._topk_mask_shape(batch, longest_query, longest_key, reserve)
         return shape
 
     def masks_fit(self, batch: int, longest_query: int, longest_chunk: int, words: int) -> bool:
         """Whether the masks of single calls fit a workspace of so many words."""
-        fits: bool = self._layer._masked_mha_workspace_fits(batch, longest_query, longest_chunk, words)
+        fits: bool = self.layer_module._masked_mha_workspace_fits(batch, longest_query, longest_chunk, words)
         return fits
 
     def build_mask(
         self, topk_per_req: list[torch.Tensor], q_lens: list[int], longest_key: int, out: torch.Tensor
     ) -> torch.Tensor:
         """Top-k rows -> mask in `out` `[B, padded_q, words]`."""
-        mask: torch.Tensor = self._layer._build_topk_mask(topk_per_req, q_lens, out.shape[1], longest_key, out)
+        mask: torch.Tensor = self.layer_module._build_topk_mask(topk_per_req, q_lens, out.shape[1], longest_key, out)
         return mask
 
     def slice_topk(self, rows: torch.Tensor, q_lens: list[int]) -> list[torch.Tensor]:
         """Top-k rows of each request."""
-        sliced: list[torch.Tensor] = self._layer._slice_topk_per_req(rows, q_lens)
+        sliced: list[torch.Tensor] = self.layer_module._slice_topk_per_req(rows, q_lens)
         return sliced
 
     def remap_topk(
         self, topk_per_req: list[torch.Tensor], starts: list[int] | torch.Tensor, lens: list[int]
     ) -> list[torch.Tensor]:
         """Entries of each request counted from the start of a range, -1 outside it."""
-        remapped: list[torch.Tensor] = self._layer._remap_topk_to_ranges(topk_per_req, starts, lens)
+        remapped: list[torch.Tensor] = self.layer_module._remap_topk_to_ranges(topk_per_req, starts, lens)
         return remapped
 
     @cached_property

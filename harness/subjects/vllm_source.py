@@ -45,8 +45,9 @@ class VllmSource:
     def load(self, file: str, names: Sequence[str], uses: Mapping[str, Any]) -> ModuleType:
         """A module with the definitions `names` of `file` (relative to the package), and what they use.
 
-        `Class.method` takes a static method as a function. Raises SubjectError if a name is not there: this vLLM
-        has another layout than the one that the subject knows.
+        `Class.method` takes a method, static or not, as a function. What the definitions import of vLLM inside
+        themselves must be among `uses` too. Raises SubjectError if a name is not there: this vLLM has another
+        layout than the one that the subject knows.
         """
         path = self.root / file
         if not path.is_file():
@@ -54,6 +55,7 @@ class VllmSource:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
         body = [_definition(tree, name, file, self.version) for name in names]
         body += [node for node in tree.body if _sets_attribute_of(node, names)]
+        body = [_WithoutOwnImports().visit(node) for node in body]
         module = ModuleType(f"mlacheck_vllm.{file.removesuffix('.py').replace('/', '.')}")
         module.__file__ = str(path)
         vars(module).update(uses)
@@ -73,6 +75,14 @@ class VllmSource:
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
         return module
+
+
+class _WithoutOwnImports(ast.NodeTransformer):
+    """Drops `from vllm...` inside functions: those names come from `uses`."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
+        own = (node.module or "").partition(".")[0] == "vllm"
+        return ast.copy_location(ast.Pass(), node) if own else node
 
 
 def _definition(tree: ast.Module, name: str, file: str, version: str) -> ast.stmt:

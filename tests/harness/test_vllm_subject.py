@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from harness.checks.mask import check_remap, check_slice
 from harness.checks.mask_mod import check_mask_mod
 from harness.checks.stage_case import check_stage
-from harness.problems.problem import Problem
+from harness.problems.problem import DataSpec, Dims, Problem, Request, TopkSpec
 from harness.problems.strategies import cases
 from harness.problems.tensors import build_inputs
 from harness.subjects.api import NotRunnable, SubjectError
@@ -177,3 +177,37 @@ def test_the_offset_mod_of_0_33_0_loses_the_keys_of_the_second_word(vllm: Vllm) 
     assert verdicts == [Status.PASS] + [Status.FAIL] * 31
     dense = vllm.mask_mod(False, torch.device("cpu"))
     assert check_mask_mod("suffix", dense, mask, [9] * 32, list(range(200, 232)), None, "sm100").status is Status.PASS
+
+
+@needs_vllm
+@SLOW
+@given(cases("quick"))
+def test_the_host_code_of_the_layer_is_right_with_the_global_mask(problem: Problem) -> None:
+    judged("vllm[layer]@prefill", problem)
+
+
+@needs_vllm
+@SLOW
+@given(cases("quick"))
+def test_the_host_code_of_the_layer_is_right_with_remapped_rows(problem: Problem) -> None:
+    judged("vllm[remap]@prefill", problem)
+
+
+@needs_vllm
+def test_the_layer_with_the_mods_of_0_33_0_misses_keys_of_the_new_tokens(vllm: Vllm) -> None:
+    if vllm.source.version != "0.33.0":
+        pytest.skip(f"speaks of 0.33.0, this is {vllm.source.version}")
+    pytest.importorskip("cutlass")
+    problem = Problem(
+        dims=Dims(heads=1, kv_lora_rank=16, nope=8, rope=0, v=8, topk=64),
+        scale=0.3,
+        requests=(Request(context_len=1, query_len=40),),
+        topk=TopkSpec(kinds=("all",), seed=1),
+        data=DataSpec(seed=1),
+    )
+    subject = resolve("vllm[mods]@prefill")
+    record = check_stage(subject.domain.fit(problem), subject, torch.device("cpu"))  # type: ignore[union-attr, arg-type]
+    assert (record.status, record.stage) == (Status.FAIL, "prefill")
+    # key 32 is the first of the second mask word, and the suffix begins at key 1
+    assert "row 31 missed key 32 (word 1, bit 0)" in record.message
+    judged("vllm[layer]@prefill", problem)
