@@ -10,11 +10,13 @@ from harness.checks.facts import Facts
 from harness.checks.guards import same_bits
 from harness.checks.link import first_bad
 from harness.checks.localize import explain_attend
+from harness.checks.merge import check_merge_alone
 from harness.checks.power import power_shares, vacuous_classes
 from harness.checks.prefill import check_fed, check_raw, check_result_shape, raw_reference, requests_of
 from harness.checks.raised import check_raised
 from harness.checks.readout import Attend
-from harness.checks.relations import Base, check_relation
+from harness.checks.related import check_related
+from harness.checks.relations import Base
 from harness.checks.sequence import check_calls, check_stage_calls
 from harness.checks.summary import summarise
 from harness.checks.verdict import failed, passed
@@ -25,7 +27,7 @@ from harness.problems.tensors import Inputs, build_inputs, tensor_hash
 from harness.subjects.api import StageSubject
 from harness.subjects.base import NotRunnable, PrefillOutcome, PrefillSubject
 from harness.subjects.registry import resolve
-from optimized.trace import AttendEvent, Trace
+from optimized.trace import AttendEvent, MergeEvent, Trace
 from reports.records import CaseRecord, CheckRecord, Status
 
 RELATION_EVERY = 3
@@ -125,6 +127,9 @@ def _stages(
             checks.append(passed("dispatch", "dispatch.path"))
         checks += (MqaWalk if path == "mqa" else MhaWalk)(facts, trace).run()
         checks = _explained(checks, trace, getattr(subject, "attend", None))
+        merge = getattr(subject, "merge", None)
+        if merge is not None and first_bad(checks) is None:
+            checks += [check_merge_alone(event, merge) for event in trace.of(MergeEvent)]
     if first_bad(checks) is not None:
         return checks
     dims = problem.dims
@@ -138,7 +143,8 @@ def _stages(
     exact = raw_reference(facts, expected)
     checks += check_raw(facts, out, outcome.lse, exact)
     if not once and int(problem.case_id, 16) % RELATION_EVERY == 1 and first_bad(checks) is None:
-        checks += check_relation(Base(facts, subject, expected, out, outcome.lse, exact))
+        base = Base(facts, subject, expected, out, outcome.lse, exact)
+        checks += check_related(base, lambda *run: _stages(run[0], subject, run[1], record.model_copy(), once=True))
     return checks
 
 

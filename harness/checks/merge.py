@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from harness.checks.attention import compare_attention, packed_rows
-from harness.checks.verdict import check_shape, compare_exact
+from harness.checks.verdict import check_shape, compare_exact, failed
 from optimized.trace import AttendEvent, MergeEvent, PartialEvent
 from reference.bound_stages import merge_reference
 from reference.numerics import Numerics
-from reports.records import CheckRecord, Place
+from reports.records import CheckRecord, Place, Status
 
 STAGE = "merge"
 
@@ -108,3 +110,45 @@ def check_partial(
             numerics,
         )
     return records
+
+
+Merge = Callable[..., None]
+"""`merge(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)`, as `merge_attn_states`."""
+_HEAD_PAD = 8
+
+
+def check_merge_alone(event: MergeEvent, merge: Merge) -> CheckRecord:
+    """A traced merge once more, on the same numbers laid out otherwise: the same bits.
+
+    Each side has strides of its own here, which in a layer they rarely have, and the output of a side without keys
+    is NaN, as a kernel that leaves it unwritten may hand it over: it must not be read.
+    """
+    prefix = _laid_out(event.prefix_out, event.prefix_lse, 0)
+    suffix = _laid_out(event.suffix_out, event.suffix_lse, _HEAD_PAD)
+    out, lse = torch.full_like(event.out, torch.nan), torch.full_like(event.lse, torch.nan)
+    try:
+        merge(out, prefix, event.prefix_lse, suffix, event.suffix_lse, lse)
+    except Exception as error:
+        message = f"the merge of padded heads raised {type(error).__name__}: {error}"
+        return failed(STAGE, "merge.alone", message, Place(call=event.call), status=Status.CONTRACT)
+    records = (
+        compare_exact(
+            STAGE,
+            "merge.alone",
+            out,
+            event.out,
+            lambda index: Place(call=event.call, token=index[0], head=index[1], column=index[2]),
+        ),
+        compare_exact(
+            STAGE, "merge.alone", lse, event.lse, lambda index: Place(call=event.call, token=index[1], head=index[0])
+        ),
+    )
+    return next((record for record in records if record.status.is_finding), records[0])
+
+
+def _laid_out(out: torch.Tensor, lse: torch.Tensor, head_pad: int) -> torch.Tensor:
+    """`out [T, H, D]` in heads of `D + head_pad` elements; NaN in the padding and wherever `lse [H, T]` is -inf."""
+    tokens, heads, width = out.shape
+    wide = out.new_full((tokens, heads, width + head_pad), torch.nan)
+    wide[..., :width] = torch.where(torch.isneginf(lse).t().unsqueeze(-1), torch.nan, out)
+    return wide[..., :width]

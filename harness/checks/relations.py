@@ -7,7 +7,7 @@ the two results: bit for bit where the same arithmetic is done on the same numbe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -44,6 +44,8 @@ class Base:
     """`[T, H, v]`"""
     lse: torch.Tensor
     exact: AttendReference
+    runs: list[tuple[Problem, Inputs]] = field(default_factory=list)
+    """The changed cases that were run."""
 
     @property
     def problem(self) -> Problem:
@@ -58,6 +60,7 @@ class Base:
         fresh = torch.full((problem.num_tokens, problem.dims.heads * problem.dims.v), torch.nan)
         fresh = fresh.to(inputs.q.dtype).to(inputs.q.device)
         changed = replace(inputs, problem=problem, out=fresh)
+        self.runs.append((problem, changed))
         outcome: PrefillOutcome = self.subject.prefill(problem, changed, traced=False)
         return outcome.out.view(-1, problem.dims.heads, problem.dims.v), outcome.lse
 

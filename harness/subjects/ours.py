@@ -17,6 +17,7 @@ from harness.subjects.contract import Contract
 from harness.subjects.layer_domain import LayerDomain
 from optimized.attention.api import masked_mha
 from optimized.attention.fa4 import fa4_available
+from optimized.merge import merge_attn_states
 from optimized.metadata import PrefillMetadata, build_prefill_metadata
 from optimized.sparse_mla import SparseMLAImpl
 from optimized.trace import Trace
@@ -46,6 +47,10 @@ class OurLayer:
     def attend(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """One attention call alone (`readout.Attend`)."""
         return masked_mha(self.attention, *args, **kwargs)
+
+    def merge(self, *args: torch.Tensor) -> None:
+        """One merge alone (`harness.checks.merge.Merge`)."""
+        merge_attn_states(*args)
 
     def require_runnable(self) -> None:
         """Raise NotRunnable where this machine cannot run the attention kernel."""
