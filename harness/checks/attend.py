@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from harness.checks.attention import compare_attention, rows_of_request
+from harness.checks.attention import compare_attention, head_groups, rows_of_request
 from harness.checks.verdict import check_shape
 from optimized.trace import AttendEvent
 from reference.bound import attend_reference
@@ -58,16 +58,19 @@ def check_attend(event: AttendEvent, numerics: Numerics, chunk: int | None) -> l
         if rows.start == rows.stop:
             continue
         k_len = keys.stop - keys.start
-        exact = attend_reference(
-            q=event.q[rows],
-            k=event.k[keys],
-            v=event.v[keys],
-            allowed=allowed_of_call(event, request),
-            scale=event.scale,
-            segments=[(0, k_len)],
-            numerics=numerics,
-        )
-
+        allowed = allowed_of_call(event, request)
         place = rows_of_request(event.first_request + request, event.first_token + rows.start, event.call, chunk)
-        records += compare_attention(STAGE, "attend", event.out[rows], event.lse[:, rows], exact, place)
+        widths = (event.q.shape[2], event.v.shape[2])
+        for group in head_groups(rows.stop - rows.start, k_len, heads, widths, event.q.device):
+            exact = attend_reference(
+                q=event.q[rows, group],
+                k=event.k[keys, group],
+                v=event.v[keys, group],
+                allowed=allowed,
+                scale=event.scale,
+                segments=[(0, k_len)],
+                numerics=numerics,
+            )
+            out, lse = event.out[rows, group], event.lse[group, rows]
+            records += compare_attention(STAGE, "attend", out, lse, exact, place, first_head=group.start)
     return records

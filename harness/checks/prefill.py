@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.checks.attention import compare_attention, rows_of_request
+from harness.checks.attention import compare_attention, head_groups, rows_of_request
 from harness.checks.facts import Facts
 from harness.checks.power import ROWS
 from harness.checks.verdict import check_shape
 from optimized.trace import ProjectEvent, Trace
-from reference.bound import AttendReference, attend_reference
+from reference.bound import AttendBound, AttendReference, attend_reference
 from reference.bound_stages import prefill_reference
 from reference.oracle import allowed_matrix, causal_matrix
 from reference.power import Power, attend_power
@@ -86,45 +86,70 @@ def check_fed(facts: Facts, trace: Trace, views: list[RequestView]) -> tuple[lis
     power = Power()
     for view in views:
         k, v = projected_request(facts, trace, view)
-        exact = attend_reference(
-            q=facts.inputs.q[view.rows],
-            k=k,
-            v=v,
-            allowed=view.allowed,
-            scale=facts.problem.scale,
-            segments=view.segments,
-            numerics=facts.numerics,
-        )
-        power += attend_power(
-            q=facts.inputs.q[view.rows],
-            k=k,
-            v=v,
-            allowed=view.allowed,
-            scale=facts.problem.scale,
-            reference=exact,
-            max_rows=ROWS,
-        )
         place = rows_of_request(view.request, view.rows.start)
-        records += compare_attention(STAGE, "prefill.fed", view.out, view.lse, exact, place)
+        rows, widths = view.rows.stop - view.rows.start, (k.shape[2], v.shape[2])
+        for group in head_groups(rows, k.shape[0], k.shape[1], widths, k.device):
+            exact = attend_reference(
+                q=facts.inputs.q[view.rows, group],
+                k=k[:, group],
+                v=v[:, group],
+                allowed=view.allowed,
+                scale=facts.problem.scale,
+                segments=view.segments,
+                numerics=facts.numerics,
+            )
+            power += attend_power(
+                q=facts.inputs.q[view.rows, group],
+                k=k[:, group],
+                v=v[:, group],
+                allowed=view.allowed,
+                scale=facts.problem.scale,
+                reference=exact,
+                max_rows=ROWS,
+            )
+            out, lse = view.out[:, group], view.lse[group]
+            records += compare_attention(STAGE, "prefill.fed", out, lse, exact, place, first_head=group.start)
     return records, power
 
 
 def raw_reference(facts: Facts, path: str) -> AttendReference:
-    """Exact result on the raw inputs; the bound holds the propagated rounding of K and V."""
+    """Exact result on the raw inputs; the bound holds the propagated rounding of K and V.
+
+    A full-size batch is worked out group of heads by group of heads, and without the named terms.
+    """
+    dims = facts.problem.dims
+    widths = (dims.latent, dims.kv_lora_rank) if path == "mqa" else (dims.qk, dims.v)
+    rows = max(facts.query_lens, default=0)
+    groups = head_groups(rows, max(facts.seq_lens, default=0), dims.heads, widths, facts.inputs.q.device)
+    if len(groups) <= 1:
+        return _raw_of_heads(facts, path, slice(0, dims.heads), keep_terms=True)
+    parts = [_raw_of_heads(facts, path, group, keep_terms=False) for group in groups]
+    return AttendReference(
+        torch.cat([part.out for part in parts], dim=1),
+        torch.cat([part.lse for part in parts]),
+        AttendBound(
+            torch.cat([part.bound.tol_out for part in parts], dim=1),
+            torch.cat([part.bound.tol_lse for part in parts]),
+        ),
+    )
+
+
+def _raw_of_heads(facts: Facts, path: str, group: slice, *, keep_terms: bool) -> AttendReference:
     problem, inputs = facts.problem, facts.inputs
     dims, paging = problem.dims, problem.paging
     mqa = path == "mqa"
+    weight = inputs.w_kv_b.view(-1, dims.heads, dims.nope + dims.v)[:, group]
     return prefill_reference(
-        q=inputs.q,
+        q=inputs.q[:, group],
         kv_c_normed=inputs.kv_c_normed,
         k_pe=inputs.k_pe,
         cache=inputs.cache,
         block_table=inputs.block_table,
-        w_kv_b=inputs.w_kv_b,
+        w_kv_b=weight.flatten(1),
         topk_rows=facts.topk_rows,
         query_lens=facts.query_lens,
         context_lens=facts.context_lens,
-        num_heads=dims.heads,
+        num_heads=group.stop - group.start,
         nope=dims.nope,
         rope=dims.rope,
         v_head_dim=dims.v,
@@ -136,6 +161,7 @@ def raw_reference(facts: Facts, path: str) -> AttendReference:
         path="mqa" if mqa else "mha",
         segments=[segments_of(facts, request) for request in range(len(facts.query_lens))],
         exact_projection=problem.data.weights == "exact",
+        keep_terms=keep_terms,
     )
 
 

@@ -25,6 +25,8 @@ from reports.records import CaseRecord, Status
 MUTANT_PREFIX = "mutant:"
 SHORTLY_BEFORE = 0.9
 """A worker that is about to be killed for its silence prints its stack at this part of the time."""
+SUBJECT_FOLDERS = ("subjects", "optimized")
+"""An out-of-memory error that passed through a file of these was the subject's."""
 HARNESS_STAGE = "harness"
 """Stage of a record that says that the harness itself failed, so that no subject is accused of it."""
 
@@ -148,7 +150,7 @@ def run_case(spec: WorkerSpec, problem_json: str, limit_s: float | None = None) 
         record = bare_record(problem, spec.subject, Status.CRASH, f"raised SystemExit({error.code!r})")
     except Exception as error:
         if _is_device_oom(error):
-            record = bare_record(problem, spec.subject, Status.OOM, one_line(str(error)))
+            record = _out_of_device_memory(problem, spec.subject, error)
         else:
             traceback.print_exc()
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -186,6 +188,25 @@ def one_line(text: str, limit: int = 400) -> str:
     """The text without line breaks, cut at `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _out_of_device_memory(problem: Problem, subject: str, error: Exception) -> CaseRecord:
+    """OOM where the subject asked for the memory; where the judge did, the case did not run."""
+    _free_device_memory()
+    message = one_line(str(error))
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if any(f"{os.sep}{folder}{os.sep}" in file for file in files for folder in SUBJECT_FOLDERS):
+        return bare_record(problem, subject, Status.OOM, message)
+    message = f"the judge ran out of device memory (run fewer --jobs): {message}"
+    return bare_record(problem, subject, Status.NOT_RUN, message, stage=HARNESS_STAGE)
+
+
+def _free_device_memory() -> None:
+    """Hand what this process caches back, so that the next case of any worker may have it."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _is_device_oom(error: Exception) -> bool:
