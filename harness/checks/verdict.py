@@ -125,7 +125,7 @@ def compare_bounded(
     locate: Locate = nowhere,
     *,
     terms: Mapping[str, torch.Tensor] | None = None,
-    diagnose: Callable[[torch.Tensor, torch.Tensor], str] | None = None,
+    diagnose: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], str] | None = None,
     watch: bool = True,
 ) -> CheckRecord:
     """Element by element against `tolerance` (float64, the shape of `expected`).
@@ -149,7 +149,7 @@ def compare_bounded(
         index = unravel(int(nonfinite.flatten().int().argmax()), actual.shape)
         count = int(nonfinite.sum())
         message = f"{check} is {value[index].item()}, must be {expected[index].item():.9g} ({count} such elements)"
-        hint = diagnose(value, expected) if diagnose is not None else ""
+        hint = diagnose(value, expected, tolerance) if diagnose is not None else ""
         message += f"; {hint}" if hint else ""
         return failed(stage, check, message, locate(index), status=Status.NONFINITE)
     error = torch.where(same, 0.0, (value - expected).abs())
@@ -169,7 +169,7 @@ def compare_bounded(
     if shares:
         message += "; tolerance from " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     if diagnose is not None:
-        hint = diagnose(value, expected)
+        hint = diagnose(value, expected, tolerance)
         if hint:
             message += f"; {hint}"
     finite_worst = worst if math.isfinite(worst) else 1e300
@@ -186,32 +186,36 @@ def term_shares(terms: Mapping[str, torch.Tensor], index: tuple[int, ...]) -> di
     return {name: value / total for name, value in ordered if value > 0}
 
 
-def diagnose_lse(actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """What simple law an LSE error follows, in words; empty if none.
+def diagnose_lse(actual: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tensor) -> str:
+    """What simple law an LSE error follows, in words; empty if none. A law fits if it explains every element but for
+    its tolerance.
 
     Known laws: base-2 instead of natural logarithm (factor 1/ln 2), the reverse (factor ln 2), one constant
     offset (a key missed or doubled in every row), rows shifted by one, a transposed layout.
     """
-    usable = expected.isfinite() & actual.isfinite() & (expected.abs() > 1e-3)
-    if int(usable.sum()) >= 2:
-        a, e = actual[usable], expected[usable]
-        factor = a / e
+    slack = tolerance + 1e-6 * (1 + expected.abs())
+    finite = expected.isfinite()
+    if int((finite & (expected.abs() > 1e-3)).sum()) >= 2:
         for law, name in ((1 / math.log(2), "base-2 LSE"), (math.log(2), "natural LSE taken for base 2")):
-            if float((factor - law).abs().max()) < 1e-3 * law:
+            if _fits(actual, law * expected, law * slack):
                 return f"every error fits a factor {law:.4f}: {name}"
-        offset = a - e
-        centre = float(offset.median())
-        if abs(centre) > 1e-4 and float((offset - centre).abs().max()) < 1e-3 * abs(centre):
+        centre = float((actual - expected)[finite].median())
+        if abs(centre) > 4 * float(slack[finite].median()) and _fits(actual, expected + centre, slack):
             return f"every error fits a constant {centre:+.4g}: a factor {math.exp(centre):.4g} on the row sum"
     if actual.dim() == 2 and actual.shape[1] > 1:
-        moved = {f"rows are shifted by {shift}": expected.roll(shift, dims=1) for shift in (1, -1)}
-        moved["the layout is transposed ([T, H] written as [H, T])"] = expected.t().reshape(expected.shape)
-        for what, other in moved.items():
+        moved: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "rows are shifted by 1": lambda x: x.roll(1, dims=1),
+            "rows are shifted by -1": lambda x: x.roll(-1, dims=1),
+            "the layout is transposed ([T, H] written as [H, T])": lambda x: x.t().reshape(x.shape),
+        }
+        for what, move in moved.items():
             # where all rows have nearly one value, every order of them would fit
-            if _near(actual, other) and not _near(expected, other):
+            other, other_slack = move(expected), move(slack)
+            if _fits(actual, other, other_slack) and not _fits(expected, other, other_slack):
                 return what
     return ""
 
 
-def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+def _fits(actual: torch.Tensor, predicted: torch.Tensor, slack: torch.Tensor) -> bool:
+    same = (actual == predicted) | ((actual - predicted).abs() <= slack)
+    return bool(same.all())

@@ -159,6 +159,8 @@ def test_a_flat_index_finds_its_element() -> None:
 
 LSE = torch.tensor([[3.5, -2.25, 7.0, 0.5, -INF], [1.25, 4.5, -0.75, 2.0, -INF]], dtype=torch.float64)
 
+TIGHT = torch.full_like(LSE, 1e-6)
+
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
@@ -166,24 +168,27 @@ LSE = torch.tensor([[3.5, -2.25, 7.0, 0.5, -INF], [1.25, 4.5, -0.75, 2.0, -INF]]
         (LSE / math.log(2), "factor 1.4427: base-2 LSE"),
         (LSE * math.log(2), "factor 0.6931: natural LSE taken for base 2"),
         (LSE + math.log(2), "constant +0.6931: a factor 2 on the row sum"),
-        (LSE - 0.01, "constant -0.01: a factor 0.99 on the row sum"),
+        (LSE - 0.1, "constant -0.1: a factor 0.9048 on the row sum"),
         (LSE.roll(1, dims=1), "rows are shifted by 1"),
         (LSE.roll(-1, dims=1), "rows are shifted by -1"),
         (LSE.T.reshape(2, 5), "the layout is transposed ([T, H] written as [H, T])"),
     ],
 )
 def test_simple_laws_are_named(wrong: torch.Tensor, words: str) -> None:
-    assert words in diagnose_lse(wrong, LSE)
+    assert words in diagnose_lse(wrong, LSE, TIGHT)
+    blurred = wrong + 0.8e-2 * (torch.rand(2, 5, generator=torch.Generator().manual_seed(1)) - 0.5)
+    assert words.split()[0] in diagnose_lse(blurred, LSE, torch.full_like(LSE, 1e-2))
+    assert diagnose_lse(blurred, LSE, TIGHT) == ""
 
 
 @pytest.mark.parametrize("wrong", [LSE, LSE.flip(0), LSE + torch.tensor([0.1, 0.3, -0.2, 0.05, 0.0]), LSE * 1.01])
 def test_no_law_is_invented(wrong: torch.Tensor) -> None:
-    assert diagnose_lse(wrong, LSE) == ""
+    assert diagnose_lse(wrong, LSE, TIGHT) == ""
 
 
 def test_rows_of_one_value_are_not_called_shifted() -> None:
     flat = torch.full((2, 4), math.log(256), dtype=torch.float64)
-    assert diagnose_lse(flat + torch.tensor([1e-6, -2e-6, 3e-6, 0.0]), flat) == ""
+    assert diagnose_lse(flat + torch.tensor([1e-6, -2e-6, 3e-6, 0.0]), flat, torch.full_like(flat, 1e-6)) == ""
 
 
 def test_the_law_reaches_the_message() -> None:
