@@ -38,6 +38,7 @@ def measure() -> None:
 @JSON_OPTION
 def tightness(subject: str, rows: int, seed: int, as_json: bool) -> None:
     """Largest err / tol by input family over 1 to 8 chunks, and its histogram."""
+    _use_one_thread()
     from harness.measure.tightness import CHUNKS
     from harness.measure.tightness import measure as run
 
@@ -100,6 +101,7 @@ def _tightness_json(found: Tightness) -> dict[str, Any]:
 @JSON_OPTION
 def sensitivity(subject: str, trials: int | None, seed: int, as_json: bool) -> None:
     """Share of single dropped and added keys that are noticed, by the bound and by a read-out."""
+    _use_one_thread()
     from dataclasses import asdict
 
     from harness.measure.sensitivity import measure as run
@@ -153,6 +155,7 @@ def sensitivity(subject: str, trials: int | None, seed: int, as_json: bool) -> N
 @JSON_OPTION
 def agreement(cases: int, spots: int, seed: int, as_json: bool) -> None:
     """Both oracles and mpmath: largest differences in units of 1e-14 sum p|v| and 1e-14 (1 + |LSE|)."""
+    _use_one_thread()
     from dataclasses import asdict
 
     from harness.measure.agreement import measure as run
@@ -188,6 +191,7 @@ def agreement(cases: int, spots: int, seed: int, as_json: bool) -> None:
 @JSON_OPTION
 def masks(batches: int, seed: int, as_json: bool) -> None:
     """Global mask, remapped masks and allowed sets of drawn batches, bit for bit."""
+    _use_one_thread()
     from dataclasses import asdict
 
     from harness.measure.masks import measure as run
@@ -200,6 +204,13 @@ def masks(batches: int, seed: int, as_json: bool) -> None:
     for line in found.wrong[:10]:
         click.echo(line)
     _finish({**asdict(found), "wrong": found.wrong[:100], "met": not found.wrong}, not found.wrong, as_json)
+
+
+def _use_one_thread() -> None:
+    """The cases are small: on the CPU a second thread only waits."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def _kernel(name: str) -> Kernel:
