@@ -26,9 +26,9 @@ ENGINE_MUTANTS = (
         ),
     ),
     mutant(
-        "mask_spins_on_empty_request",
+        "metadata_spins_on_empty_request",
         "B009",
-        "mask",
+        "plan",
         "HANG",
         "HANG",
         "A sequence of length 0 gives the limit -1, which is counted down as an unsigned number.",

@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from harness.mutants.mutant import mutant
 
+_SCALAR_READER = "    read = _reader(mask, batch[0], q_idx[0], _words(mask) - 1)\n    return _pack([cutlass.Boolean("
+_PACKED_READER = "    read = _reader(mask, batch[0], q_idx[0], _words(mask) - 1)\n    return _pack([key_word("
+_RESERVED_WORD_UNSEEN = (
+    "A mask row has at least ceil(L / 32) + 1 words, L the longest sequence, so that the bits of the reserved word "
+    "begin at or behind L. Key n of a call is bit key_start + n, which is below L for every key of the call; a key "
+    "behind the call's own length is cut by its length whatever its bit says."
+)
+
 EQUIVALENT_MUTANTS = (
     mutant(
         "merge_weights_added_in_other_order",
@@ -63,5 +71,28 @@ EQUIVALENT_MUTANTS = (
             "The contract does not promise bits that are independent of the batch. A smaller tile only orders the "
             "same float32 sums differently, and the bound holds for every order (its chain counts all keys)."
         ),
+    ),
+    mutant(
+        "mask_mod_reserved_word_is_data",
+        "own",
+        "mask_mod",
+        "MASKMOD",
+        "attend.lse",
+        "The reserved word counts as mask data in the Triton kernel.",
+        ("attention/mha_kernels.py", "data_words = words - 1", "data_words = words"),
+        needs="triton",
+        equivalent=_RESERVED_WORD_UNSEEN,
+    ),
+    mutant(
+        "fa4_mod_reserved_word_is_data",
+        "own",
+        "mask_mod",
+        "MASKMOD",
+        "attend.lse",
+        "The reserved word counts as mask data in the mask mods.",
+        ("mask_mods.py", _SCALAR_READER, _SCALAR_READER.replace(" - 1)", ")")),
+        ("mask_mods.py", _PACKED_READER, _PACKED_READER.replace(" - 1)", ")")),
+        needs="fa4",
+        equivalent=_RESERVED_WORD_UNSEEN,
     ),
 )

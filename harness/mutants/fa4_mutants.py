@@ -7,8 +7,6 @@ from harness.mutants.mutant import mutant
 _CALL = "attention/fa4.py"
 _MODS = "mask_mods.py"
 _BITS = "mask_bits.py"
-_SCALAR_READER = "    read = _reader(mask, batch[0], q_idx[0], _words(mask) - 1)\n    return _pack([cutlass.Boolean("
-_PACKED_READER = "    read = _reader(mask, batch[0], q_idx[0], _words(mask) - 1)\n    return _pack([key_word("
 
 FA4_MUTANTS = (
     mutant(
@@ -73,17 +71,6 @@ FA4_MUTANTS = (
         "attend.lse",
         "All requests are read from the first one's key start.",
         (_MODS, "return mask[batch, 0, _words(mask) - 1]", "return mask[0, 0, _words(mask) - 1]"),
-        needs="fa4",
-    ),
-    mutant(
-        "fa4_mod_key_start_read_as_data",
-        "own",
-        "mask_mod",
-        "MASKMOD",
-        "attend.lse",
-        "The reserved word counts as mask data.",
-        (_MODS, _SCALAR_READER, _SCALAR_READER.replace(" - 1)", ")")),
-        (_MODS, _PACKED_READER, _PACKED_READER.replace(" - 1)", ")")),
         needs="fa4",
     ),
     mutant(

@@ -37,9 +37,13 @@ def forced_texts(mutant: Mutant, folder: Path) -> dict[str, str]:
 
 
 def changed_line(text: str, patch: Patch) -> int:
-    """Line (from 1) of the first character of `text` that the patch changes."""
-    same = next((i for i, (a, b) in enumerate(zip(patch.old, patch.new, strict=False)) if a != b), len(patch.old))
-    at = text.index(patch.old) + min(same, len(patch.old) - 1)
+    """Line (from 1) of `text` that the patch changes first, or in front of which it puts something."""
+    same = next((i for i, (a, b) in enumerate(zip(patch.old, patch.new, strict=False)) if a != b), None)
+    if same is None:
+        same = len(patch.old) if len(patch.new) > len(patch.old) else len(patch.new)
+    at = text.index(patch.old) + same
+    while text[at : at + 1] == "\n" and text[at - 1 : at] == "\n":  # an empty line is no statement
+        at += 1
     return text.count("\n", 0, at) + 1
 
 

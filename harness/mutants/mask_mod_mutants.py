@@ -80,16 +80,6 @@ MASK_MOD_MUTANTS = (
         needs="triton",
     ),
     mutant(
-        "mask_mod_key_start_read_as_data",
-        "own",
-        "mask_mod",
-        "MASKMOD",
-        "attend.lse",
-        "The reserved word counts as mask data.",
-        (_KERNELS, "data_words = words - 1", "data_words = words"),
-        needs="triton",
-    ),
-    mutant(
         "mask_mod_additive",
         "B133",
         "mask_mod",

@@ -21,7 +21,7 @@ MQA_MUTANTS = (
         "TOPK",
         "mqa.out",
         "Rows of invalid entries are read and weighted by 0; the slot that stands for them may hold NaN.",
-        (_KERNEL, _LATENT, "latent = tl.load(kv_rows + dim, mask=(slot_rows == slot_rows) & dims_ok, other=0)"),
+        (_KERNEL, _LATENT, "latent = tl.load(kv_rows + dim, mask=(kv_ok | ~kv_ok) & dims_ok, other=0)"),
     ),
     mutant(
         "mqa_reads_stale_tail",

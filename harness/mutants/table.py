@@ -75,11 +75,11 @@ class Row:
 
     @property
     def localized(self) -> bool:
-        """The judge named the right stage; of a planted crash or hang: the right kind."""
+        """The judge named the right stage; of a crash or hang that leaves no stack: the right kind."""
         mutant = self.mutant
         if self.verdict != "killed":
             return False
-        if mutant.detector in (Status.CRASH, Status.HANG):
+        if self.named is None:
             return self.by == mutant.detector
         return self.named in (mutant.stage, *mutant.also)
 

@@ -132,7 +132,21 @@ def test_is_a_change_outside_functions_alone_refused(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(SOURCE)
     with pytest.raises(MutantError, match="no patch changes a function"):
         forced_texts(mutant("m", "own", "mask", "TOPK", "c", "A fault.", ("s.py", "LIMIT = 3", "LIMIT = 4")), tmp_path)
-    assert changed_line(SOURCE, Patch("s.py", "LIMIT = 3\n", "LIMIT = 3\nMORE = 1\n")) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("LIMIT = 3", "LIMIT = 4", 2),
+        ("LIMIT = 3\n", "LIMIT = 3\nMORE = 1\n", 3),
+        ("x = 1", "x = 1 + 1", 6),
+        ("        x = 1\n", "        x = 1\n        x += 1\n", 7),
+        ("        x = 1\n", "", 6),
+        ("             3)", "             4)", 9),
+    ],
+)
+def test_which_line_does_a_patch_change(old: str, new: str, line: int) -> None:
+    assert changed_line(SOURCE, Patch("s.py", old, new)) == line
 
 
 def test_are_the_cases_the_same_for_the_same_seed() -> None:
