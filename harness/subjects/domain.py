@@ -15,7 +15,9 @@ from harness.problems.problem import Problem
 from harness.subjects.contract import Contract
 
 PAGED_STAGES = ("gather", "prefill")
-_MAYBE_EMPTY = frozenset({"some_empty", "all_empty", "bit_31", "one_column", "context_only", "past_end", "future"})
+MAYBE_EMPTY = frozenset(
+    {"some_empty", "all_empty", "bit_31", "one_column", "context_only", "straddle", "past_end", "future"}
+)
 """Kinds of top-k rows that can leave a row without any key."""
 
 
@@ -37,10 +39,16 @@ class Domain:
         return ", ".join(names) or None
 
     def view(self, problem: Problem) -> Problem:
-        """The problem without what this stage never sees: path, mask workspace, and for most the cache format."""
+        """The same problem as this subject sees it.
+
+        Gone is what its stage never sees (path, mask workspace, calls before, for most stages the cache format), and
+        what its contract asks to be left out around the same numbers (strides, poison).
+        """
         paging = problem.paging
         if self.stage not in PAGED_STAGES:
             paging = paging.model_copy(update={"kv_cache_dtype": "auto", "kv_cache_scale": 1.0})
+        if self.contract.strides == "contiguous":
+            paging = paging.model_copy(update={"cache_row_pad": 0, "table_pad": 0})
         force = "masked" if paging.kv_cache_dtype == "auto" else "mqa"
         if self.stage == "attend" and problem.expected_path() == "dense":
             force = "dense"
@@ -48,7 +56,8 @@ class Domain:
             "paging": paging,
             "force": force,
             "mask_workspace_words": None,
-            "history": tuple(map(self.view, problem.history)),
+            "history": (),
+            "layout": self._layout(problem.layout),
         }
         same = all(getattr(problem, name) == value for name, value in changes.items())
         return problem if same else problem.replace(**changes)
@@ -64,8 +73,6 @@ class Domain:
             "dims": dims,
             "dtype": problem.dtype if problem.dtype in contract.dtypes else contract.dtypes[0],
             "paging": paging,
-            "layout": self._layout(problem.layout),
-            "history": tuple(map(self.fit, problem.history)),
         }
         if paging.kv_cache_dtype == "fp8_ds_mla" and changes["dtype"] != "bf16":
             changes["paging"] = paging.model_copy(update={"kv_cache_dtype": "auto"})
@@ -120,8 +127,6 @@ class Domain:
             if kind == "fp8_ds_mla" and not packed:
                 raise ValueError("cache_dtypes is ('fp8_ds_mla',): dims must be sizes with kv_lora_rank 512, rope 64")
             changes = {"kv_cache_dtype": kind, "kv_cache_scale": 1.0}
-        if contract.strides == "contiguous":
-            changes |= {"cache_row_pad": 0, "table_pad": 0}
         return paging.model_copy(update=changes)
 
     def _layout(self, layout: Layout) -> Layout:
@@ -147,7 +152,7 @@ class Domain:
             if self._no_future:
                 excluded.add("future")
             if not contract.empty_rows:
-                excluded |= _MAYBE_EMPTY
+                excluded |= MAYBE_EMPTY
             kinds = [spec.kinds[index] if index < len(spec.kinds) else "random" for index in kept]
             changes["kinds"] = tuple("random" if kind in excluded else kind for kind in kinds)
         else:

@@ -202,6 +202,7 @@ _PLAN = Stage(
     checks={
         "plan.run": _RUN,
         "plan.chunks": "are the chunks those of the greedy rule?",
+        "guard.inputs": _INPUTS,
     },
     judge="harness.checks.stage_small:judge_plan",
 )

@@ -1,0 +1,378 @@
+"""Does each stage's judge pass a right function and name what is wrong with a wrong one?"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from harness.problems.problem import DataSpec, Paging, Problem, TopkSpec
+from harness.subjects.api import NotRunnable
+from harness.subjects.contract import Contract
+from harness.subjects.registry import resolve
+from harness.subjects.stages import STAGES
+from reports.records import Status
+from tests.harness.stage_problems import RAGGED, broken, first, judge, judged, problem
+
+RIGHT: dict[str, Callable[..., Any]] = {
+    stage: getattr(import_module(f"harness.subjects.skeletons.{stage}"), f"my_{stage}")
+    for stage in ("attend", "mqa", "mask", "gather", "merge", "plan", "prefill")
+}
+my_attend, my_mqa, my_mask, my_gather, my_merge, my_plan, my_prefill = RIGHT.values()
+PLAIN = Contract(cache_dtypes=("auto",))
+CASES = {
+    "ragged": RAGGED,
+    "no context": problem((0, 5), (0, 1)),
+    "empty rows": problem((20, 3), (12, 2), kinds=("all_empty", "some_empty")),
+    "duplicates": problem((30, 4), kinds=("duplicates",)),
+    "past the end": problem((30, 4), kinds=("past_end",)),
+    "future": problem((10, 6), kinds=("future",)),
+    "no queries": problem((30, 0), (0, 3)),
+    "fp16, exact weights": RAGGED.replace(dtype="fp16", data=DataSpec(weights="exact", family="flat")),
+    "nothing": problem(),
+}
+HEADS_FIRST = "q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed"
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stage", RIGHT)
+def test_does_a_right_function_pass_whatever_the_batch(stage: str, case: str) -> None:
+    record = judge(stage, RIGHT[stage], CASES[case], PLAIN)
+    assert record.status in (Status.PASS, Status.WATCH, Status.VACUOUS), record.message
+    assert (record.status is Status.VACUOUS) <= (case in ("nothing", "no context"))
+    assert record.margin_lse is None or record.margin_lse <= 1
+
+
+@pytest.mark.parametrize("stage", RIGHT)
+def test_are_the_checks_of_a_stage_those_of_its_table(stage: str) -> None:
+    contract = Contract(cache_dtypes=("auto",), batch_invariant=True)
+    seen = judged(judge(stage, RIGHT[stage], RAGGED, contract))
+    promised = set(STAGES[stage].checks)
+    assert seen <= promised
+    unseen = {f"{stage}.max_logits", "guard.batch"} if stage not in ("attend", "mqa") else {f"{stage}.max_logits"}
+    assert promised - seen <= unseen
+
+
+def test_does_torch_dense_pass() -> None:
+    subject = resolve("torch-dense")
+    record = judge("attend", subject.function, RAGGED, subject.contract)  # type: ignore[union-attr]
+    assert record.status is Status.PASS, record.message
+
+
+def wrong_attend(change: Callable[[dict[str, Any]], None] | None = None, after: Any = None) -> Callable[..., Any]:
+    """`my_attend` on changed inputs, or with a changed result."""
+
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed):  # type: ignore[no-untyped-def]
+        given = dict(zip(HEADS_FIRST.split(", "), (q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed), strict=True))
+        if change is not None:
+            change(given)
+        result = my_attend(**given)
+        return result if after is None else after(*result)
+
+    return attend
+
+
+def lose_key_7(given: dict[str, Any]) -> None:
+    given["allowed"] = given["allowed"].clone()
+    given["allowed"][:, 7:8] = False
+
+
+def see_key_0(given: dict[str, Any]) -> None:
+    given["allowed"] = given["allowed"].clone()
+    given["allowed"][:, :1] = True
+
+
+def write_q(given: dict[str, Any]) -> None:
+    given["q"].mul_(1.0)
+    given["q"][..., 0] = 0.0
+
+
+def wrong_scale(given: dict[str, Any]) -> None:
+    given["scale"] = given["q"].shape[2] ** -0.5
+
+
+def roll_v(given: dict[str, Any]) -> None:
+    given["v"] = given["v"].roll(1, dims=2)
+
+
+def test_is_a_key_that_was_not_attended_named() -> None:
+    case = problem((0, 12), kinds=("all",))
+    record = judge("attend", wrong_attend(lose_key_7), case)
+    assert broken(record) == ["attend.keys"]
+    assert "row 7 missed key 7 (word 0, bit 7)" in record.message
+    assert (first(record).place.row, first(record).place.key) == (7, 7)
+
+
+def test_is_a_key_that_must_not_be_attended_named() -> None:
+    record = judge("attend", wrong_attend(see_key_0), problem((0, 12), kinds=("self_only",)))
+    assert broken(record) == ["attend.keys"]
+    assert "row 1 attended key 0 (word 0, bit 0)" in record.message
+
+
+ATTEND_FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "base 2": (wrong_attend(after=lambda o, s: (o, s / math.log(2))), "attend.lse", "base-2 LSE"),
+    "scale": (wrong_attend(wrong_scale), "attend.lse", "x the tolerance"),
+    "v columns": (wrong_attend(roll_v), "attend.keys", "row 0"),
+    "one wrong output": (wrong_attend(after=lambda o, s: (o * 1.02, s)), "attend.out", "tolerance from"),
+    "NaN": (wrong_attend(after=lambda o, s: (o * torch.nan, s)), "attend.keys", "NaN"),
+    "layout": (wrong_attend(after=lambda o, s: (o, s.t())), "attend.shape", "lse has shape"),
+    "no LSE": (wrong_attend(after=lambda o, s: o), "attend.shape", "must return (out, lse)"),
+    "float32": (wrong_attend(after=lambda o, s: (o.float(), s)), "attend.shape", "torch.float32"),
+    "writes q": (wrong_attend(write_q), "guard.inputs", "changed its input q"),
+    "empty rows": (wrong_attend(after=lambda o, s: (o, s.masked_fill(s.isinf(), 0.0))), "attend.lse", "must be -inf"),
+}
+
+
+@pytest.mark.parametrize("fault", ATTEND_FAULTS)
+def test_is_a_fault_of_an_attend_function_named(fault: str) -> None:
+    function, check, words = ATTEND_FAULTS[fault]
+    record = judge("attend", function)
+    assert check in broken(record), record.message
+    assert any(words in found.message for found in record.checks if found.check == check)
+
+
+def test_does_an_exception_of_the_subject_say_where_it_came_from() -> None:
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed):  # type: ignore[no-untyped-def]
+        raise ValueError("head dim 12 is not supported")
+
+    record = judge("attend", attend)
+    assert broken(record) == ["attend.run"]
+    assert record.status is Status.CONTRACT
+    assert "head dim 12 is not supported (test_stage_cases.py:" in record.message
+
+
+def test_are_bits_that_differ_from_call_to_call_racy() -> None:
+    calls = itertools.count()
+
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed):  # type: ignore[no-untyped-def]
+        out, lse = my_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed)
+        return out, lse * (1 + 1e-7 * (next(calls) % 2))
+
+    assert broken(judge("attend", attend)) == ["guard.repeat"]
+    assert broken(judge("attend", attend, contract=Contract(deterministic=False))) == []
+
+
+def test_is_a_result_that_depends_on_the_batch_found_where_the_contract_denies_it() -> None:
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed):  # type: ignore[no-untyped-def]
+        out, lse = my_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed)
+        return out, lse * (1 + 1e-7 * (len(cu_seqlens_q) > 2))
+
+    assert broken(judge("attend", attend, contract=Contract(batch_invariant=True))) == ["guard.batch"]
+    assert broken(judge("attend", attend)) == []
+
+
+def test_are_results_judged_in_the_conventions_of_the_contract() -> None:
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed, sinks):  # type: ignore[no-untyped-def]
+        _, lse = my_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed)
+        out, largest = torch.zeros(len(q), q.shape[1], v.shape[2]), torch.zeros_like(lse)
+        for a, b, c, d in zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, cu_seqlens_k[1:], strict=False):
+            s = scale * torch.einsum("qhd,khd->hqk", q[a:b].float(), k[c:d].float())
+            s = s.masked_fill(~allowed[a:b, : d - c], -torch.inf)
+            largest[:, a:b] = s.amax(2) if d > c else -torch.inf
+            share = torch.exp(s - torch.logaddexp(lse[:, a:b], sinks[:, None])[..., None])
+            out[a:b] = torch.einsum("hqk,khd->qhd", share, v[c:d].float())
+        lse2 = torch.where(lse.isinf(), torch.inf, lse / math.log(2))
+        return out.to(q.dtype), largest.t(), lse2.t()
+
+    contract = Contract(lse_base="2", lse_layout="TH", empty_lse="+inf", attention_sink=True, max_logits=True)
+    for case in (CASES["empty rows"], RAGGED.replace(dtype="fp16")):
+        record = judge("attend", attend, case, contract)
+        assert broken(record) == [], record.message
+        assert "attend.max_logits" in judged(record)
+    plain = judge("attend", wrong_attend(), CASES["empty rows"], Contract(empty_lse="+inf"))
+    assert broken(plain) == ["attend.lse"]
+    assert "+inf of an empty row read as -inf" in plain.message
+
+
+def test_does_a_subject_without_lse_pass_and_is_its_output_still_judged() -> None:
+    contract = Contract(lse_base=None)
+    assert broken(judge("attend", wrong_attend(after=lambda o, s: o), contract=contract)) == []
+    assert broken(judge("attend", wrong_attend(after=lambda o, s: o * 1.02), contract=contract)) == ["attend.out"]
+
+
+@pytest.mark.parametrize("offset", [False, True])
+def test_do_packed_masks_and_key_starts_say_the_same_as_the_boolean_matrix(offset: bool) -> None:
+    seen = set()
+
+    def compare(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed, mask, key_starts):  # type: ignore[no-untyped-def]
+        for b in range(len(key_starts)):
+            start = int(key_starts[b])
+            seen.add(start % 32)
+            assert not mask.shape[0] or int(mask[b, 0, -1]) == start
+            rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
+            keys = start + torch.arange(int(cu_seqlens_k[b + 1] - cu_seqlens_k[b]))
+            bits = (mask[b, : rows.stop - rows.start][:, keys // 32] >> (keys % 32)) & 1
+            assert torch.equal(bits.bool(), allowed[rows, : len(keys)])
+        return my_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed)
+
+    def own(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed, mask):  # type: ignore[no-untyped-def]
+        for b in range(len(cu_seqlens_k) - 1):
+            rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
+            keys = torch.arange(int(cu_seqlens_k[b + 1] - cu_seqlens_k[b]))
+            bits = (mask[b, : rows.stop - rows.start][:, keys // 32] >> (keys % 32)) & 1
+            assert torch.equal(bits.bool(), allowed[rows, : len(keys)])
+        return my_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed)
+
+    assert judge("attend", compare if offset else own).status is Status.PASS
+    assert not offset or len(seen) > 2
+
+
+def test_is_a_slot_that_was_not_attended_named() -> None:
+    def mqa(q, kv, indices, scale, v_dim):  # type: ignore[no-untyped-def]
+        return my_mqa(q, kv, torch.where(indices == indices.max(), -1, indices), scale, v_dim)
+
+    record = judge("mqa", mqa)
+    assert broken(record) == ["mqa.keys"]
+    assert "missed key" in record.message
+    assert "(slot " in record.message
+
+
+def test_are_duplicates_counted_as_the_contract_says() -> None:
+    def per_slot(q, kv, indices, scale, v_dim):  # type: ignore[no-untyped-def]
+        out = torch.zeros(q.shape[0], q.shape[1], v_dim, dtype=q.dtype)
+        lse = torch.full((q.shape[1], q.shape[0]), -torch.inf)
+        for t in range(q.shape[0]):
+            keys = kv[indices[t][(indices[t] >= 0) & (indices[t] < len(kv))].long()].float()
+            scores = scale * (q[t].float() @ keys.t())
+            lse[:, t] = scores.logsumexp(1)
+            out[t] = (torch.exp(scores - lse[:, t, None]).nan_to_num(0.0) @ keys[:, :v_dim]).to(q.dtype)
+        return out, lse
+
+    case = CASES["duplicates"]
+    assert broken(judge("mqa", per_slot, case, Contract(duplicates="per_slot"))) == []
+    record = judge("mqa", per_slot, case)
+    assert "mqa.lse" in broken(record)
+    assert any("must be its number of keys" in check.message for check in record.checks)
+    assert "mqa.lse" in broken(judge("mqa", my_mqa, case, Contract(duplicates="per_slot")))
+
+
+def test_are_entries_behind_the_count_of_a_row_no_keys() -> None:
+    contract = Contract(topk_length=True, unselected_rows="poison")
+
+    def counted(q, kv, indices, scale, v_dim, topk_length):  # type: ignore[no-untyped-def]
+        behind = torch.arange(indices.shape[1]) >= topk_length[:, None]
+        return my_mqa(q, kv, indices.masked_fill(behind, -1), scale, v_dim)
+
+    def uncounted(q, kv, indices, scale, v_dim, topk_length):  # type: ignore[no-untyped-def]
+        return my_mqa(q, kv, indices, scale, v_dim)
+
+    case = problem((40, 3), topk=TopkSpec(kinds=("some_empty",), holes="tail", seed=3))
+    assert broken(judge("mqa", counted, case, contract)) == []
+    assert broken(judge("mqa", uncounted, case, contract)) == ["mqa.keys"]
+
+
+def lost_bit(topk_indices_per_req, q_lens, max_q_len, max_seq_len, out, first_query_pos):  # type: ignore[no-untyped-def]
+    mask = my_mask(topk_indices_per_req, q_lens, max_q_len, max_seq_len, out, first_query_pos)
+    return mask & ~(1 << 9)
+
+
+def not_causal(topk_indices_per_req, q_lens, max_q_len, max_seq_len, out, first_query_pos):  # type: ignore[no-untyped-def]
+    return my_mask(topk_indices_per_req, q_lens, max_q_len, max_seq_len, out, None)
+
+
+def short_mask(topk_indices_per_req, q_lens, max_q_len, max_seq_len, out, first_query_pos):  # type: ignore[no-untyped-def]
+    return my_mask(topk_indices_per_req, q_lens, max_q_len, max_seq_len, out, first_query_pos)[:, :8]
+
+
+def one_row_off(src_cache, dst, block_table, cu_seq_lens, seq_starts, kv_cache_dtype, scale):  # type: ignore[no-untyped-def]
+    my_gather(src_cache, dst, block_table, cu_seq_lens, seq_starts, kv_cache_dtype, scale)
+    if len(dst) > 9:
+        dst[9] = dst[8]
+
+
+def too_far(src_cache, dst, block_table, cu_seq_lens, seq_starts, kv_cache_dtype, scale):  # type: ignore[no-untyped-def]
+    my_gather(src_cache, dst, block_table, cu_seq_lens, seq_starts, kv_cache_dtype, scale)
+    dst.as_strided((1,), (1,), dst.storage_offset() + dst.numel()).fill_(0)
+
+
+def base_2_merge(prefix_output, prefix_lse, suffix_output, suffix_lse):  # type: ignore[no-untyped-def]
+    return my_merge(prefix_output, prefix_lse / math.log(2), suffix_output, suffix_lse / math.log(2))
+
+
+def one_chunk_more(context_lens, row_budget, max_context_chunk, split_alignment):  # type: ignore[no-untyped-def]
+    return my_plan(context_lens, row_budget - 8, max_context_chunk, split_alignment)
+
+
+OTHER_FAULTS: dict[str, tuple[str, Callable[..., Any], str, str]] = {
+    "a bit": ("mask", lost_bit, "mask.bits", "bit 9"),
+    "causality": ("mask", not_causal, "mask.bits", "row"),
+    "padding": ("mask", short_mask, "mask.shape", "must be"),
+    "a row": ("gather", one_row_off, "gather.rows", "must be exactly"),
+    "a stray write": ("gather", too_far, "guard.dst", "behind"),
+    "base": ("merge", base_2_merge, "merge.lse", "x the tolerance"),
+    "budget": ("plan", one_chunk_more, "plan.chunks", "must be"),
+}
+
+
+@pytest.mark.parametrize("fault", OTHER_FAULTS)
+def test_is_a_fault_of_another_stage_named(fault: str) -> None:
+    stage, function, check, words = OTHER_FAULTS[fault]
+    case = problem((45, 20), (0, 2), (33, 4), kinds=("future",) * 3) if stage == "mask" else RAGGED
+    record = judge(stage, function, case, PLAIN)
+    assert check in broken(record), record.message
+    assert any(words in found.message for found in record.checks if found.check == check)
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+def test_is_a_quantised_cache_gathered_right(kind: Any) -> None:
+    case = RAGGED.replace(
+        paging=Paging(block_size=8, kv_cache_dtype=kind, kv_cache_scale=0.5 if kind != "auto" else 1.0), force="mqa"
+    )
+    assert judge("gather", my_gather, case, Contract(cache_dtypes=("auto", "fp8_e4m3"))).status is Status.PASS
+
+
+def test_does_the_read_out_of_a_black_box_name_the_key_that_was_missed() -> None:
+    def prefill(topk: Any, **rest: Any) -> Any:
+        wanted = ("row_budget", "max_context_chunk", "split_alignment", "out", "kv_cache_dtype", "kv_cache_scale")
+        given = {name: value for name, value in rest.items() if name not in wanted}
+        result = my_prefill(topk=torch.where(topk == 17, -1, topk), **given)
+        rest["out"].copy_(result[0].flatten(1))
+        return result
+
+    case = problem((45, 3), kinds=("random",), dims=RAGGED.dims.model_copy(update={"topk": 40}))
+    record = judge("prefill", prefill, case, PLAIN)
+    assert broken(record) == ["prefill.keys"]
+    assert "missed key 17 (word 0, bit 17)" in record.message
+    assert "in the context" in record.message
+
+
+def test_is_a_case_outside_the_contract_not_run() -> None:
+    record = judge("attend", my_attend, RAGGED, Contract(head_dim_multiple=16))
+    assert record.status is Status.NOT_RUN
+    assert "outside the contract of the subject: dims" in record.message
+    assert judge("attend", my_attend, RAGGED, Contract(device="cuda")).status is Status.NOT_RUN
+
+
+def test_is_a_subject_that_cannot_run_here_not_accused() -> None:
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed):  # type: ignore[no-untyped-def]
+        raise NotRunnable("needs SM90")
+
+    record = judge("attend", attend)
+    assert (record.status, record.message) == (Status.NOT_RUN, "needs SM90")
+
+
+def test_are_no_empty_rows_and_no_empty_requests_made_where_the_contract_excludes_them() -> None:
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed):  # type: ignore[no-untyped-def]
+        assert bool(allowed.any(dim=1).all())
+        assert int(cu_seqlens_q.diff().min()) > 0
+        assert int(cu_seqlens_k.diff().min()) > 0
+        return my_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed)
+
+    contract = Contract(empty_rows=False, zero_lengths=False)
+    for case in (problem((20, 3), (12, 2)), problem((45, 3), (33, 1)), problem((0, 1))):
+        assert judge("attend", attend, case, contract).status is Status.PASS
+
+
+def test_does_the_same_problem_give_the_same_verdict_twice() -> None:
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed):  # type: ignore[no-untyped-def]
+        return wrong_attend(lose_key_7)(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed)
+
+    case: Problem = problem((0, 12), kinds=("all",))
+    one, two = judge("attend", attend, case), judge("attend", attend, case)
+    assert (one.message, one.tensor_hash) == (two.message, two.tensor_hash)
+    assert one.tensor_hash.startswith("attend:")
