@@ -1,4 +1,4 @@
-"""The command line: `mlacheck run | replay | shrink | init | list | report | mutants | bench | measure | doctor`.
+"""The command line: `mlacheck run | replay | shrink | init | list | report | coverage | mutants | bench | ...`.
 
 Exit codes of every command: 0 clean, 1 findings (or a replay that still fails), 2 could not run.
 """
@@ -14,6 +14,7 @@ import click
 import mlacheck  # noqa: F401 - first of all: it refuses foreign packages of our names
 from harness.commands.bench import bench
 from harness.commands.common import Refusal
+from harness.commands.coverage import coverage
 from harness.commands.doctor import doctor
 from harness.commands.init import init
 from harness.commands.listing import list_group
@@ -57,7 +58,7 @@ def main() -> None:
     """Run a sparse MLA prefill beside a float64 oracle; judge every stage within a derived bound."""
 
 
-for command in (run, replay, shrink, init, list_group, report, mutants, bench, measure, doctor):
+for command in (run, replay, shrink, init, list_group, report, coverage, mutants, bench, measure, doctor):
     main.add_command(command)
 
 if __name__ == "__main__":

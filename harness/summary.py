@@ -14,6 +14,7 @@ from harness.engine.search import Outcome
 from harness.engine.worker import HARNESS_STAGE
 from harness.findings.store import Finding
 from reports import tables
+from reports.coverage import read_coverage
 from reports.finding import headline, place_text, terms_text
 from reports.records import Status
 from reports.runs import RunMeta
@@ -34,14 +35,17 @@ def print_summary(
     out = console(stderr=to_stderr)
     frame = tables.case_frame(rows)
     out.print()
-    _print(out, "Paths and kernels", tables.path_table(frame))
-    _print(out, "Stages (err/tol of the bounded checks)", tables.stage_table(tables.check_frame(rows)))
-    _print(out, "Power: share of such faults that a case would certainly reveal", tables.power_table(frame))
-    _print(out, "Sources", tables.source_table(frame))
+    print_table(out, "Paths and kernels", tables.path_table(frame))
+    print_table(out, "Stages (err/tol of the bounded checks)", tables.stage_table(tables.check_frame(rows)))
+    print_table(out, "Power: share of such faults that a case would certainly reveal", tables.power_table(frame))
+    print_table(out, "Sources", tables.source_table(frame))
     features = tables.feature_table(frame, meta.features)
     hit, known = features["hit"].sum(), features["of"].sum()
     title = f"Features: {hit} of {known} reached (with the number of cases that exercised each)"
-    _print(out, title, features[["name", "reached", "not_reached"]])
+    print_table(out, title, features[["name", "reached", "not_reached"]])
+    coverage = read_coverage(outcome.folder)
+    if coverage is not None:
+        print_table(out, f"{coverage.headline()}; the rarest:", tables.pair_table(coverage))
     for finding in findings:
         _print_finding(out, finding)
     for trace in outcome.book.broken:
@@ -88,7 +92,7 @@ def _print_finding(out: Console, finding: Finding) -> None:
     out.print(f"  {finding.replay_line}\n", soft_wrap=True)
 
 
-def _print(out: Console, title: str, frame: pd.DataFrame) -> None:
+def print_table(out: Console, title: str, frame: pd.DataFrame) -> None:
     if frame.empty:
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from reports import tables
+from reports.coverage import read_coverage
 from reports.records import Status
 from reports.runs import read_meta, read_rows
 
@@ -58,6 +59,10 @@ def run_markdown(run: Path) -> str:
     ):
         if not table.empty:
             lines += [f"## {title}", "", markdown_table(table), ""]
+    coverage = read_coverage(run)
+    if coverage is not None:
+        lines += ["## Pairs of features", "", f"{coverage.headline()}. The rarest:", ""]
+        lines += [markdown_table(tables.pair_table(coverage)), ""]
     pending = sorted((run / "pending").glob("*.json"))
     if pending:
         lines += ["## Running when the run was cut off", ""]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from reports.coverage import Coverage
 from reports.records import Status
 
 MANY_CHUNKS = 2
@@ -83,7 +84,16 @@ def feature_table(frame: pd.DataFrame, known: Iterable[str]) -> pd.DataFrame:
         frame: the cases.
         known: every feature there is, `group:value`.
     """
-    table = counts(frame, "features", known)[["name", "cases"]]
+    return _by_group(counts(frame, "features", known)[["name", "cases"]])
+
+
+def coverage_table(coverage: Coverage) -> pd.DataFrame:
+    """`feature_table` of counted cases."""
+    return _by_group(pd.DataFrame(coverage.features.items(), columns=["name", "cases"]))
+
+
+def _by_group(table: pd.DataFrame) -> pd.DataFrame:
+    """One line a feature group from one line a feature."""
     table[["group", "value"]] = table["name"].str.split(":", n=1, expand=True)
     lines = []
     for group, part in table.groupby("group", sort=False):
@@ -91,6 +101,11 @@ def feature_table(frame: pd.DataFrame, known: Iterable[str]) -> pd.DataFrame:
         reached = ", ".join(f"{value} {n}" for value, n in zip(hit["value"], hit["cases"], strict=True))
         lines.append((group, len(hit), len(part), reached, ", ".join(missed["value"])))
     return pd.DataFrame(lines, columns=["name", "hit", "of", "reached", "not_reached"])
+
+
+def pair_table(coverage: Coverage) -> pd.DataFrame:
+    """The rarest pairs of features: how many cases had both, and how many would if they were independent."""
+    return pd.DataFrame(coverage.rarest(), columns=["pair", "cases", "expected"])
 
 
 def source_table(frame: pd.DataFrame) -> pd.DataFrame:

@@ -1,8 +1,8 @@
 """CUDA's rules for asynchronous copies, on a CPU: every copy that may run late does.
 
-`DelayedCopies` tells two sides apart, host and device. Tensors that are marked, made with `device=` of the device
-side, or computed from such are on the device, and `tensor.device` says so. What crosses the sides follows the rules of
-CUDA and PyTorch:
+`DelayedCopies` tells two sides apart, host and device. Tensors that were there before, those made with `device=` of
+the device side, and what is computed from such are on the device, and `tensor.device` says so; those made in the
+context without a device are on the host. What crosses the sides follows the rules of CUDA and PyTorch:
 
 * a blocking copy, `item`, `tolist`, `nonzero` and the like wait for the device: a synchronising point;
 * a non-blocking copy from pinned memory reads its source at the next synchronising point. A source with other bytes
@@ -17,7 +17,7 @@ Work on one stream runs in order, so nothing else needs to be late: device resul
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,22 +62,20 @@ class _Late:
 class DelayedCopies(TorchFunctionMode):
     """A context in which non-blocking copies run at the next synchronising point.
 
-    `on_device` are tensors whose memory is on the device. Hazards are collected in `hazards`; leaving the context is
-    a synchronising point. Needs Triton's interpreter for code that launches Triton kernels.
+    Hazards are collected in `hazards`; leaving the context is a synchronising point. Needs Triton's interpreter for
+    code that launches Triton kernels.
     """
 
-    def __init__(self, on_device: Iterable[torch.Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.hazards: list[Hazard] = []
         self.waits = 0
         """Synchronising points so far."""
-        self._device: dict[int, StorageWeakRef] = {}
+        self._host: dict[int, StorageWeakRef] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
         self._late: list[_Late] = []
         self._fills: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._inside_kernel = False
-        for tensor in on_device:
-            _mark(self._device, tensor)
 
     def __enter__(self) -> Self:
         # not at the head of this module: whether Triton interprets is decided by `optimized`, before Triton is there
@@ -110,18 +108,19 @@ class DelayedCopies(TorchFunctionMode):
         if name == "copy_":
             return self._copy(*args, **kwargs)
         if name == "pin_memory":
-            return _mark(self._pinned, args[0].clone())
+            return self._on_host(args[0].clone(), pinned=True)
         if kwargs.get("device") is not None or kwargs.get("pin_memory"):
             return self._made(func, args, kwargs)
-        on_device = any(map(self._is_device, _tensors((args, kwargs))))
+        given = list(_tensors((args, kwargs)))
+        on_device = any(map(self._is_device, given))
         if on_device and _waits(name, args, kwargs):
             self._wait()
             if name in _WAITING:
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if on_device:
+        if not on_device:
             for tensor in _tensors(result):
-                _mark(self._device, tensor)
+                self._on_host(tensor)
         return result
 
     def _made(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -131,11 +130,10 @@ class DelayedCopies(TorchFunctionMode):
         if on_device and getattr(func, "__name__", "") in ("tensor", "as_tensor"):
             self._wait()
         result = func(*args, **kwargs)
-        if on_device and isinstance(result, torch.Tensor):
+        if on_device:
             # `as_tensor` may hand its argument on: a copy on the device is another memory
-            result = result.clone() if any(result is argument for argument in args) else result
-            return _mark(self._device, result)
-        return _mark(self._pinned, result) if pinned else result
+            return result.clone() if any(result is argument for argument in args) else result
+        return self._on_host(result, pinned=pinned) if isinstance(result, torch.Tensor) else result
 
     def _to(self, func: Callable[..., Any], source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         target = kwargs.pop("device", None)
@@ -153,15 +151,15 @@ class DelayedCopies(TorchFunctionMode):
             non_blocking = others.pop(1 if len(others) > 1 and isinstance(others[0], torch.dtype) else 0)
         if goes_to_device == self._is_device(source):
             moved: torch.Tensor = func(source, *others, **kwargs)
-            return _mark(self._device, moved) if goes_to_device else moved
+            return moved if goes_to_device else self._on_host(moved)
         converted = source.to(*others, **kwargs)
         if goes_to_device:
             result = torch.empty_like(converted)
             self._to_device(result, source, converted, non_blocking)
-            return _mark(self._device, result)
-        result = torch.empty_like(converted)
+            return result
+        result = self._on_host(torch.empty_like(converted), pinned=non_blocking)
         self._to_host(result, converted, late=non_blocking)
-        return _mark(self._pinned, result) if non_blocking else result
+        return result
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         to_device = self._is_device(target)
@@ -204,7 +202,12 @@ class DelayedCopies(TorchFunctionMode):
                 target.copy_(values)
 
     def _is_device(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and _is_marked(self._device, value)
+        return isinstance(value, torch.Tensor) and not _is_marked(self._host, value)
+
+    def _on_host(self, tensor: torch.Tensor, *, pinned: bool = False) -> torch.Tensor:
+        if pinned:
+            _mark(self._pinned, tensor)
+        return _mark(self._host, tensor)
 
     def _launching(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         def launch_kernel(executor: Any, *args: Any, **kwargs: Any) -> Any:

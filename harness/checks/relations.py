@@ -232,7 +232,7 @@ def _delayed_copies(base: Base) -> CheckRecord:
     """Non-blocking copies that run as late as they may change nothing."""
     name = "relation.delayed_copies"
     try:
-        with DelayedCopies(base.inputs.buffers.values()) as late:
+        with DelayedCopies() as late:
             result = base.run(base.problem, base.inputs)
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
         message = f"with late copies the call fails: {type(error).__name__}: {error}"

@@ -58,6 +58,7 @@ def run(
     from harness.engine.search import CannotRun, default_jobs, new_seed
     from harness.engine.search import run as run_search
     from harness.summary import print_summary
+    from reports.coverage import read_coverage
     from reports.markdown import run_markdown
     from reports.runs import read_meta, read_rows
     from reports.tables import case_frame, summary
@@ -87,7 +88,9 @@ def run(
     rows = list(read_rows(config.out))
     findings = list(outcome.book.store.findings.values())
     (config.out / "report.md").write_text(run_markdown(config.out), encoding="utf-8")
+    coverage = read_coverage(config.out)
     numbers = summary(case_frame(rows)) | {
+        **({} if coverage is None else coverage.numbers()),
         "findings": len(findings),
         "seconds": round(meta.seconds or 0.0, 3),
         "search_seconds": round(meta.search_seconds or 0.0, 3),

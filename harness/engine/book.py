@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness.engine.coverage import Counts
 from harness.engine.journal import Journal
 from harness.engine.limits import Limits
 from harness.engine.pool import PRELOAD
@@ -62,6 +63,8 @@ class Book:
     power: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
     """Sum and number of cases, for each fault class."""
     paths: Counter[str] = field(default_factory=Counter)
+    reached: Counts = field(default_factory=Counts)
+    """Features and pairs of features."""
     searching: int = 0
     """Shards that still draw cases."""
     to_shrink: list[Finding] = field(default_factory=list)
@@ -94,6 +97,7 @@ class Book:
             self.not_run += record.status is Status.NOT_RUN
             self.harness_errors += record.stage == HARNESS_STAGE
             self.paths.update(record.paths)
+            self.reached.add(record.features)
             for name, value in record.power.items():
                 self.power[name][0] += value
                 self.power[name][1] += 1

@@ -15,9 +15,10 @@ from importlib import import_module
 from itertools import count
 from multiprocessing.connection import Connection
 
-from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings, target
+from hypothesis import HealthCheck, Phase, Verbosity, event, given, seed, settings, target
 from hypothesis.strategies import SearchStrategy
 
+from harness.engine.coverage import Counts
 from harness.findings.shrink import shrink
 from harness.findings.store import fingerprint
 from harness.problems.problem import Problem
@@ -117,16 +118,17 @@ def _search(task: Search, pipe: Connection) -> Finished:
     if task.domain is not None:
         strategy = strategy.map(task.domain.fit)
     seen: set[str] = set()
+    reached = Counts()
 
     def one_case(problem: Problem) -> None:
         if problem.case_id in seen:
             return
         seen.add(problem.case_id)
         record = _ask(pipe, problem)
+        event(f"{record.status} by {'+'.join(record.paths) or 'no path'}")
         if task.steer:
-            for label, margin in (("margin_out", record.margin_out), ("margin_lse", record.margin_lse)):
-                if margin is not None and margin < float("inf"):
-                    target(margin, label=label)
+            _steer(record, reached)
+        reached.add(record.features)
 
     try:
         for epoch in count():
@@ -143,6 +145,14 @@ def _search(task: Search, pipe: Connection) -> Finished:
     except _NoMore:
         pass
     return Finished()
+
+
+def _steer(record: CaseRecord, reached: Counts) -> None:
+    """Tell Hypothesis what to climb: margins, and features and pairs of features that this shard has not met."""
+    for label, margin in (("margin_out", record.margin_out), ("margin_lse", record.margin_lse)):
+        if margin is not None and margin < float("inf"):
+            target(margin, label=label)
+    target(float(reached.unseen(record.features)), label="unseen_features")
 
 
 def run_hypothesis(

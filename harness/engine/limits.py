@@ -18,7 +18,8 @@ class Limits:
     case_timeout_s: float
     """A case without an answer for so long is a HANG. Generous: the first cases of a worker compile."""
     steer: bool = False
-    """Climb towards the worst margins by Hypothesis's `target()`; wants hundreds of cases to be of use."""
+    """Climb towards the worst margins, and towards features not met yet, by Hypothesis's `target()`; wants hundreds
+    of cases to be of use."""
 
 
 LIMITS: dict[ProfileName, Limits] = {

@@ -142,6 +142,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
             meta.write(config.out)
             interrupted = _search(book, slots, context, observer)
             store.close()
+            book.reached.coverage().write(config.out)
             ended = {"search_seconds": book.search_seconds, "interrupted": interrupted}
             meta.model_copy(update=ended).write(config.out)
         return Outcome(config.out, book, interrupted)

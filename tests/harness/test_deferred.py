@@ -23,12 +23,15 @@ from tests.harness.traced import PROBLEMS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU copies are late by themselves")
 
-LENGTHS = torch.tensor([3, 1, 4], dtype=torch.int32)
+
+def lengths() -> torch.Tensor:
+    """A host tensor, if it is made in the context."""
+    return torch.tensor([3, 1, 4], dtype=torch.int32)
 
 
 @pytest.fixture
 def late() -> Iterator[DelayedCopies]:
-    with DelayedCopies([]) as mode:
+    with DelayedCopies() as mode:
         yield mode
 
 
@@ -39,12 +42,17 @@ def test_tensors_know_their_side(late: DelayedCopies) -> None:
     assert torch.zeros_like(on_device).device == DEVICE
     assert torch.tensor([1, 2]).device == torch.empty(2, device="cpu").device == on_device.cpu().device
     assert on_device.cpu().device.type == "cpu"
-    assert LENGTHS.to(DEVICE).device == LENGTHS.to(on_device).device == LENGTHS.to(DEVICE, torch.int64).device == DEVICE
-    assert LENGTHS.to(torch.int64).device.type == "cpu"
+    assert (
+        lengths().to(DEVICE).device
+        == lengths().to(on_device).device
+        == lengths().to(DEVICE, torch.int64).device
+        == DEVICE
+    )
+    assert lengths().to(torch.int64).device.type == "cpu"
 
 
 def test_a_pinned_source_must_stay_until_the_next_wait(late: DelayedCopies) -> None:
-    staging = LENGTHS.pin_memory()
+    staging = lengths().pin_memory()
     copied = staging.to(DEVICE, non_blocking=True)
     staging.fill_(0)
     assert copied.tolist() == [3, 1, 4]
@@ -56,7 +64,7 @@ def test_a_pinned_source_must_stay_until_the_next_wait(late: DelayedCopies) -> N
 @pytest.mark.parametrize("wait", [torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.max, torch.Tensor.clone])
 def test_only_a_wait_lets_a_pinned_source_go(wait: Callable[[torch.Tensor], Any], late: DelayedCopies) -> None:
     staging = torch.empty(3, dtype=torch.int32, pin_memory=True)
-    staging.copy_(LENGTHS)
+    staging.copy_(lengths())
     copied = torch.empty(3, dtype=torch.int32, device=DEVICE)
     copied.copy_(staging, non_blocking=True)
     wait(copied)
@@ -67,19 +75,19 @@ def test_only_a_wait_lets_a_pinned_source_go(wait: Callable[[torch.Tensor], Any]
 
 
 def test_what_cuda_copies_before_it_returns_may_be_overwritten(late: DelayedCopies) -> None:
-    pageable = LENGTHS.clone()
+    pageable = lengths().clone()
     copied = pageable.to(DEVICE, non_blocking=True)
     pageable.fill_(0)
-    pinned = LENGTHS.pin_memory()
+    pinned = lengths().pin_memory()
     other = pinned.to(DEVICE)
     pinned.fill_(0)
-    freed = LENGTHS.pin_memory().to(DEVICE, non_blocking=True)
+    freed = lengths().pin_memory().to(DEVICE, non_blocking=True)
     assert copied.tolist() == other.tolist() == freed.tolist() == [3, 1, 4]
     assert not late.hazards
 
 
 def test_the_host_sees_garbage_until_a_late_copy_has_run(late: DelayedCopies) -> None:
-    on_device = LENGTHS.to(DEVICE)
+    on_device = lengths().to(DEVICE)
     host = on_device.to("cpu", non_blocking=True)
     on_device.fill_(9)
     assert 3 not in host.tolist()
@@ -97,9 +105,8 @@ def test_a_host_tensor_is_no_argument_of_a_kernel(late: DelayedCopies) -> None:
 
 
 def test_leaving_the_context_is_a_wait_and_takes_the_patch_away() -> None:
-    staging = LENGTHS.clone()
-    with DelayedCopies([]) as mode:
-        staging = staging.pin_memory()
+    with DelayedCopies() as mode:
+        staging = lengths().pin_memory()
         host = staging.to(DEVICE, non_blocking=True).to("cpu", non_blocking=True)
         staging.fill_(0)
         assert not mode.hazards
