@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from harness.checks.stages import STAGES
 from harness.mutants import table
 from harness.mutants.forced_fail import REACHED, changed_line, forced_texts
 from harness.mutants.mutant import Mutant, MutantError, Patch, mutant
@@ -64,6 +65,7 @@ def test_is_every_mutant_described() -> None:
     for m in EVERY:
         assert m.family == families.get(m.fault, m.family), m.name
         assert m.family in FAULT_ROWS, m.name
+        assert {m.stage, *m.also} <= set(STAGES), m.name
         assert m.what.endswith("."), m.name
         assert min(len(m.what) - 20, len(m.stage), len(m.detector)) > 0, m.name
         assert not m.equivalent or len(m.equivalent) > 60, m.name
