@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,9 +35,9 @@ class Shape(NamedTuple):
 
 
 GPU_SHAPES = (
-    Shape(128, 8, 1024, 256, 192, 128),
-    Shape(128, 8, 4096, 2048, 192, 128),
-    Shape(128, 8, 16384, 2048, 192, 128),
+    Shape(48, 8, 1024, 256, 192, 128),
+    Shape(48, 8, 4096, 2048, 192, 128),
+    Shape(48, 8, 16384, 2048, 192, 128),
 )
 CPU_SHAPES = (
     Shape(4, 2, 128, 48, 64, 16),
@@ -125,18 +127,17 @@ def ratio(actual: Tensor, expected: Tensor, tolerance: Tensor) -> Tensor:
 def plan(rows: int, shapes: tuple[Shape, ...], seed: int) -> Iterator[tuple[int, str, int, Shape]]:
     """(seed, family, chunks, shape) of the cases that make up at least `rows` (token, head) rows.
 
-    Every shape meets every family and chunk count before any of them comes again.
+    Each combination comes once before any comes again, in an order of which every beginning is well mixed.
     """
+    combinations = list(itertools.product(FAMILIES, CHUNKS, shapes))
+    stride = next(s for s in itertools.count(int(0.618 * len(combinations))) if math.gcd(s, len(combinations)) == 1)
     done = 0
-    while True:
-        for shape in shapes:
-            for family in FAMILIES:
-                for chunks in CHUNKS:
-                    if done >= rows:
-                        return
-                    yield seed * len(CHUNKS) + chunks, family, chunks, shape
-                    done += shape.n * shape.heads
-            seed += 1
+    for number in itertools.count(seed):
+        if done >= rows:
+            return
+        family, chunks, shape = combinations[number * stride % len(combinations)]
+        yield number, family, chunks, shape
+        done += shape.n * shape.heads
 
 
 def measure(kernel: Kernel, rows: int, *, seed: int = 0, shapes: tuple[Shape, ...] | None = None) -> Tightness:
