@@ -9,7 +9,7 @@ import torch
 from harness.checks.attention import rows_of_request
 from harness.checks.link import first_bad
 from harness.checks.power import ROWS, power_shares
-from harness.checks.readout import AttendShape, count_attended, first_difference, name_attended
+from harness.checks.readout import AttendShape, count_attended, first_difference, name_attended, shown_wrongly
 from harness.checks.stage_case import StageRun
 from harness.checks.stage_inputs import AttendCall, attend_calls, dense_allowed, pack_mask
 from harness.checks.stage_result import (
@@ -135,6 +135,9 @@ class AttendJudge:
             difference = first_difference(attended, call.allowed(slot))
             if difference is None:
                 continue
+            blame = self._not_the_keys(call, reader, slot, attended, difference.row)
+            if blame is not None:
+                return [blame]
             start = call.key_starts[slot] if self.run.takes("key_starts") else 0
             key = difference.key
             place = Place(
@@ -149,6 +152,27 @@ class AttendJudge:
             )
             return [failed(STAGE, "attend.keys", difference.describe(start), place)]
         return [passed(STAGE, "attend.keys")]
+
+    def _not_the_keys(
+        self, call: AttendCall, reader: _Reader, slot: int, attended: torch.Tensor, row: int
+    ) -> CheckRecord | None:
+        """A record that blames the output, where it is wrong although the keys are not."""
+        packed = call.q_starts[slot] + row
+        mixed = None if self.contract.attention_sink else shown_wrongly(reader, reader.shape, relative=2.0**-6)
+        if mixed is not None:
+            packed, head, column = mixed
+            note = "with one V for all keys the output shows another: rows, heads or columns are mixed up"
+            place = Place(call=call.name, token=call.first_token + packed, head=head, column=column)
+            return failed(STAGE, "attend.out", note, place)
+        shown, right = int(attended[row].sum()), int(call.allowed(slot)[row].sum())
+        if self.contract.lse_base is None or shown == right:
+            return None
+        counted = count_attended(reader, reader.shape)[:, packed]
+        if not bool(((counted - right).abs() < 0.25).all()):
+            return None
+        note = f"LSE counts {right} keys, as it must, and the output shows {shown}: the output is wrong, not the set"
+        place = Place(call=call.name, request=call.first_request + slot, row=row, token=call.first_token + packed)
+        return failed(STAGE, "attend.out", note, place)
 
     def _count(self, call: AttendCall) -> list[CheckRecord]:
         """exp(LSE) at q = 0 is the number of keys: a key that counts twice shows here and nowhere else."""

@@ -117,7 +117,12 @@ def test_is_a_key_that_must_not_be_attended_named() -> None:
 ATTEND_FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "base 2": (wrong_attend(after=lambda o, s: (o, s / math.log(2))), "attend.lse", "base-2 LSE"),
     "scale": (wrong_attend(wrong_scale), "attend.lse", "x the tolerance"),
-    "v columns": (wrong_attend(roll_v), "attend.keys", "row 0"),
+    "v columns": (wrong_attend(roll_v), "attend.out", "rows, heads or columns are mixed up"),
+    "zeroed output": (
+        wrong_attend(after=lambda o, s: (o * (torch.arange(len(o)) != 2)[:, None, None], s)),
+        "attend.out",
+        "the output is wrong, not the set",
+    ),
     "one wrong output": (wrong_attend(after=lambda o, s: (o * 1.02, s)), "attend.out", "tolerance from"),
     "NaN": (wrong_attend(after=lambda o, s: (o * torch.nan, s)), "attend.keys", "NaN"),
     "layout": (wrong_attend(after=lambda o, s: (o, s.t())), "attend.shape", "lse has shape"),
