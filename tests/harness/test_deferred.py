@@ -121,10 +121,12 @@ def test_leaving_the_context_is_a_wait_and_takes_the_patch_away() -> None:
 DELAYED = next(relation for relation in RELATIONS if relation.name == "delayed_copies")
 
 
-def base_of(problem: Problem) -> Base:
-    """A batch that our layer has run."""
-    subject = OurLayer("triton")
+def base_of(problem: Problem, *, sharing: bool = False) -> Base:
+    """A batch that our layer has run; `sharing` as a call of a sequence, whose metadata outlive it."""
     inputs = build_inputs(problem)
+    subject = OurLayer("triton")
+    if sharing:
+        subject = subject.sharing([problem], inputs.q.device)
     outcome = subject.prefill(problem, inputs, traced=False)
     out = outcome.out.view(-1, problem.dims.heads, problem.dims.v)
     facts = Facts(problem, inputs, subject.contract)
@@ -133,9 +135,10 @@ def base_of(problem: Problem) -> Base:
     )
 
 
+@pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("name", ["global_mask", "remap", "dense", "mqa", "fp8"])
-def test_our_layer_does_not_depend_on_when_copies_run(name: str) -> None:
-    base = base_of(PROBLEMS[name])
+def test_our_layer_does_not_depend_on_when_copies_run(name: str, sharing: bool) -> None:
+    base = base_of(PROBLEMS[name], sharing=sharing)
     assert DELAYED.applies(base)
     record = DELAYED.check(base)
     assert record.status is Status.PASS, record.message
