@@ -6,14 +6,16 @@ Each test changes one tensor of a right trace; what comes later in the pipeline 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
 from harness.checks.attend import allowed_of_call, unpack_bits
-from harness.checks.link import longest
+from harness.checks.link import first_bad, longest
 from optimized.trace import AttendEvent, GatherEvent, MaskEvent, MergeEvent, PartialEvent, ProjectEvent
 from reports.records import Status
 from tests.harness.traced import PROBLEMS, changed, nudged, put, traced
@@ -395,3 +397,43 @@ def test_a_merge_in_base_two_is_accused() -> None:
     weight = (a / (a + b)).nan_to_num().T[..., None]
     out = (weight * event.prefix_out.float() + (1 - weight) * event.suffix_out.float()).bfloat16()
     assert case.accused(case.with_event(MergeEvent, "final", out=out)).check == "merge.out"
+
+
+LABELS = {"max_query_len", "max_key_len", "first_query_pos", "range_starts", "range_lens", "first_token", "chunk"}
+"""Fields that say where a result belongs or what was asked for: what was done shows in the tensors."""
+
+
+def damaged(value: Any, r: random.Random) -> Any:
+    """A copy with one random number wrong; None if there is none."""
+    if isinstance(value, torch.Tensor) and value.numel():
+        flat = value.flatten().clone()
+        at = r.randrange(len(flat))
+        if flat.is_floating_point():
+            flat[at] = 1.5 * flat[at] + 0.25 if bool(flat[at].isfinite()) else 0.5
+        else:
+            flat[at] ^= 1 << r.randrange(31)
+        return flat.view(value.shape)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, list) and value:
+        at = r.choice([i for i, part in enumerate(value) if not isinstance(part, torch.Tensor) or part.numel()])
+        return [damaged(part, r) if i == at else part for i, part in enumerate(value)]
+    return None
+
+
+@pytest.mark.parametrize("name", ["global_mask", "remap", "mqa", "fp8"])
+def test_every_number_of_a_trace_is_looked_at(name: str) -> None:
+    case, r = traced(name), random.Random(4)
+    overlooked = []
+    for event in case.trace.events:
+        for field in fields(event):
+            value = damaged(getattr(event, field.name), r)
+            if value is None or field.name in LABELS or (field.name == "offset" and getattr(event, "mask", 0) is None):
+                continue
+            changed_event = replace(event, **{field.name: value})
+            events = [changed_event if e is event else e for e in case.trace.events]
+            if first_bad(case.walk(replace(case.trace, events=events))) is None:
+                overlooked.append(f"{event.call} {type(event).__name__}.{field.name}")
+    assert overlooked == []
