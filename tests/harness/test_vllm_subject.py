@@ -6,6 +6,9 @@ The loader is tried on a small package of our own. With `MLACHECK_VLLM_PATH` the
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ from harness.problems.problem import DataSpec, Dims, Problem, Request, TopkSpec
 from harness.problems.strategies import cases
 from harness.problems.tensors import build_inputs
 from harness.subjects.api import NotRunnable, SubjectError
-from harness.subjects.registry import resolve
+from harness.subjects.registry import BUNDLES, resolve
 from harness.subjects.vllm import Vllm
 from harness.subjects.vllm_source import PATH_VARIABLE, VllmSource, find_vllm
 from reports.records import Status
@@ -211,3 +214,26 @@ def test_the_layer_with_the_mods_of_0_33_0_misses_keys_of_the_new_tokens(vllm: V
     # key 32 is the first of the second mask word, and the suffix begins at key 1
     assert "row 31 missed key 32 (word 1, bit 0)" in record.message
     judged("vllm[layer]@prefill", problem)
+
+
+DOC = Path(__file__).parents[2] / "docs" / "other-kernels.md"
+
+
+def test_the_subjects_that_the_page_names_exist() -> None:
+    text = DOC.read_text(encoding="utf-8")
+    table = text.partition("## How to run them")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = set(re.findall(r"--subject '?([\w\[\]-]+)'?", text)) | set(re.findall(r"`([^`]+)`", " ".join(rows)))
+    assert {"vllm", "vllm[layer]", "flashmla", "fa4"} <= named
+    assert named <= set(BUNDLES)
+
+
+@needs_vllm
+def test_the_reproducer_of_the_page_prints_what_the_page_says() -> None:
+    pytest.importorskip("cutlass")
+    text = DOC.read_text(encoding="utf-8")
+    program, output = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.S)[0]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, cwd=DOC.parents[1], check=False
+    )
+    assert done.stdout == output, done.stderr[-2000:]
