@@ -64,6 +64,13 @@ class Display(Observer):
         """What shrinking came to."""
         self._console.print(f"shrunk {finding.id} in {tries} tries: {finding.size}")
 
+    def unconfirmed(self, finding: Finding) -> None:
+        """A person must know before trying the replay line."""
+        self._console.print(
+            f"{finding.id} does not fail again in a fresh process, neither alone nor after the cases before it",
+            style="yellow",
+        )
+
     def tick(self, book: Book) -> None:
         """Show the counts."""
         if self._live is not None:

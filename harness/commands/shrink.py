@@ -22,15 +22,14 @@ from harness.commands.vllm_path import vllm_path_option
 @vllm_path_option
 @click.option("--out", type=click.Path(path_type=Path), help="Where to write; default: NAME.small.json beside it.")
 @click.option("--json", "as_json", is_flag=True, help="Result as one JSON object on the last line of stdout.")
-def shrink(
-    what: str, max_time: float, subject: str | None, stage: str | None, out: Path | None, as_json: bool
-) -> None:
+def shrink(what: str, max_time: float, subject: str | None, stage: str | None, out: Path | None, as_json: bool) -> None:
     """Search for a smaller case that fails in the same way.
 
     Exit code 1: it fails, and the smallest case was written; 0: it passes, nothing to shrink; 2: could not
     run.
     """
     from harness.engine.pool import Slot, fork_context
+    from harness.engine.reproduce import smallest
     from harness.engine.worker import SubjectRefused, WorkerSpec
     from harness.findings.shrink import shrink as shrink_problem
     from harness.findings.store import CaseFile, CaseFileError, fingerprint, load_case, locate, replay_command
@@ -54,27 +53,37 @@ def shrink(
             click.echo(json.dumps({"status": best.status.value}) if as_json else f"{path}: {best.status.value}")
             return
         goal = fingerprint(best)
-        smallest = {"record": best}
+        judged = {best.case_id: best}
+
+        tries = 0
 
         def fails(problem: Problem) -> bool:
             record = slot.run(problem.to_json())
-            if fingerprint(record) != goal:
-                return False
-            smallest["record"] = record
-            return True
+            judged[record.case_id] = record
+            return fingerprint(record) == goal
 
-        result = shrink_problem(case.problem, fails, seconds=max_time)
+        def fails_alone(problem: Problem) -> bool:
+            slot.renew()
+            return fails(problem)
+
+        def search(fresh: bool, seconds: float) -> Problem:
+            nonlocal tries
+            result = shrink_problem(case.problem, fails_alone if fresh else fails, seconds=seconds)
+            tries += result.tries
+            return result.problem
+
+        problem = smallest(case.problem, search, fails_alone, seconds=max_time) or case.problem
     except SubjectRefused as error:
         raise Refusal(str(error)) from None
     finally:
         slot.stop()
         shutil.rmtree(scratch, ignore_errors=True)
-    target.write_text(CaseFile.of(smallest["record"], result.problem).text(), encoding="utf-8")
+    target.write_text(CaseFile.of(judged[problem.case_id], problem).text(), encoding="utf-8")
     size = {
-        "requests": len(result.problem.requests),
-        "query_tokens": result.problem.num_tokens,
-        "keys": sum(result.problem.seq_lens),
-        "tries": result.tries,
+        "requests": len(problem.requests),
+        "query_tokens": problem.num_tokens,
+        "keys": sum(problem.seq_lens),
+        "tries": tries,
         "case": str(target.resolve()),
     }
     if as_json:

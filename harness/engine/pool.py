@@ -96,6 +96,15 @@ class Slot:
             self._running.cancel()
         return self._running.result(timeout_s + START_TIMEOUT_S)
 
+    def renew(self) -> None:
+        """Put a new process in the place of the worker. Raises Stopped."""
+        with self._lock:
+            if self._stopped:
+                raise Stopped
+            self._pool.stop()
+            self._pool.join()
+            self._pool = self._new_pool()
+
     def domain(self) -> Domain | None:
         """The problems that are legal for the prepared subject; None: all are."""
         found: Domain | None = self._pool.schedule(domain_of, args=(self.spec,), timeout=START_TIMEOUT_S).result()

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from harness.engine.book import Book, RunConfig
 from harness.engine.driver import Broken, Case, Finished, Search, Shrink, drive
 from harness.engine.journal import Journal
 from harness.engine.pool import MAX_LOG_BYTES, Slot, Stopped, fork_context, gpu_count
+from harness.engine.reproduce import KEPT_BEFORE, candidates, repeatable, smallest
 from harness.engine.worker import MUTANT_PREFIX, SubjectRefused, WorkerSpec, mutant_name
 from harness.findings.store import Finding, FindingStore, fingerprint
 from harness.mutants.mutant import MutantError
@@ -82,6 +84,9 @@ class Observer:
 
     def shrunk(self, finding: Finding, tries: int) -> None:
         """A finding was made smaller, or not."""
+
+    def unconfirmed(self, finding: Finding) -> None:
+        """A finding does not fail again in a fresh process, neither alone nor after what ran before it."""
 
     def tick(self, book: Book) -> None:
         """Called a few times a second."""
@@ -172,6 +177,7 @@ class Shard:
     context: ForkServerContext
 
     def __post_init__(self) -> None:
+        self._ran: deque[str] = deque(maxlen=KEPT_BEFORE)
         self._pipe, theirs = self.context.Pipe()
         self._process = self.context.Process(target=drive, args=(theirs,), name=f"shard-{self.index}", daemon=True)
         self._process.start()
@@ -230,11 +236,15 @@ class Shard:
             finding = self.book.add(record, problem_json)
             self.book.journal.landed(self.index)
             if finding is not None:
+                finding.before = [Problem.from_json(text) for text in self._ran]
                 self.observer.found(finding)
+        self._ran.append(problem_json)
         return record
 
     def _shrink(self, finding: Finding, seconds: float) -> None:
-        best: dict[str, CaseRecord] = {}
+        judged: dict[str, CaseRecord] = {}
+        goal, end = fingerprint(finding.record), time.monotonic() + seconds
+        tries = 0
 
         def judge(problem_json: str) -> CaseRecord | None:
             if self.book.stopping:
@@ -242,18 +252,41 @@ class Shard:
             record = self._run(problem_json, min(self.slot.timeout_s, seconds))
             with self.book.lock:
                 self.book.journal.landed(self.index)
-            best[record.case_id] = record
+            judged[record.case_id] = record
             return record
 
-        goal = fingerprint(finding.record)
-        result = self._task(Shrink(finding.problem.to_json(), goal, seconds), judge)
-        if result is None or result.problem_json is None:
+        def judge_alone(problem_json: str) -> CaseRecord | None:
+            self.slot.renew()
+            return judge(problem_json)
+
+        def fails_alone(problem: Problem) -> bool:
+            record = judge_alone(problem.to_json()) if time.monotonic() < end else None
+            return record is not None and fingerprint(record) == goal
+
+        def shrink(fresh: bool, time_s: float) -> Problem | None:
+            nonlocal tries
+            result = self._task(Shrink(start.to_json(), goal, time_s), judge_alone if fresh else judge)
+            if result is None or result.problem_json is None:
+                return None
+            tries += result.tries
+            return Problem.from_json(result.problem_json)
+
+        start = finding.problem
+        if repeatable(finding.record):
+            again = next(filter(fails_alone, candidates(finding.problem, finding.before)), None)
+            if again is None:
+                self.observer.unconfirmed(finding)
+                return
+            start = again
+        left = end - time.monotonic()
+        needs_others = start.case_id != finding.problem.case_id
+        problem = shrink(True, left) if needs_others else smallest(start, shrink, fails_alone, seconds=left)
+        if problem is None:
             return
-        problem = Problem.from_json(result.problem_json)
         with self.book.lock:
-            if problem.case_id in best:
-                self.book.store.shrunk(finding, best[problem.case_id], problem)
-            self.observer.shrunk(finding, result.tries)
+            if problem.case_id in judged:
+                self.book.store.shrunk(finding, judged[problem.case_id], problem)
+            self.observer.shrunk(finding, tries)
 
     def stop(self) -> None:
         """End the driver process."""

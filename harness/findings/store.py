@@ -15,7 +15,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -103,6 +103,8 @@ class Finding:
     problem: Problem
     count: int = 1
     shrunk: bool = False
+    before: list[Problem] = field(default_factory=list)
+    """The last cases that ran before it in its process, oldest first."""
 
     @property
     def id(self) -> str:

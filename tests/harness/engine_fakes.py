@@ -32,6 +32,11 @@ def cases(profile: str) -> st.SearchStrategy[Problem]:
     return st.lists(lengths, min_size=1, max_size=4).map(lambda pairs: problem(*pairs))
 
 
+def cases_of_two_scales(profile: str) -> st.SearchStrategy[Problem]:
+    """Cases of two layers."""
+    return st.tuples(cases(profile), st.sampled_from([0.25, 0.5])).map(lambda pair: pair[0].replace(scale=pair[1]))
+
+
 def broken_cases(profile: str) -> st.SearchStrategy[Problem]:
     """A strategy with a bug."""
     raise RuntimeError("the strategy is broken")
@@ -78,6 +83,30 @@ def bad_when_long(case: Problem, subject: str) -> CaseRecord:
     return record.model_copy(
         update={"status": Status.FAIL, "stage": "mask", "message": check.message, "checks": [check]}
     )
+
+
+_first_scale: list[float] = []
+
+
+def scale_kept(case: Problem, subject: str) -> CaseRecord:
+    """The process keeps the scale of its first call; requests of 20 new tokens or more show it."""
+    record = good(case, subject)
+    for call in (*case.history, case):
+        _first_scale.append(call.scale)
+        if call.scale != _first_scale[0] and call.max_query_len >= 20:
+            check = CheckRecord(stage="attend", check="attend.lse", status=Status.FAIL, message="LSE is off")
+            return record.model_copy(
+                update={"status": Status.FAIL, "stage": "attend", "message": check.message, "checks": [check]}
+            )
+    return record
+
+
+def once(case: Problem, subject: str) -> CaseRecord:
+    """Fails at the 5th call of its process and never again."""
+    _first_scale.append(case.scale)
+    record = good(case, subject)
+    wrong = len(_first_scale) == 5
+    return record.model_copy(update={"status": Status.FAIL, "message": "once"}) if wrong else record
 
 
 def misbehaving(case: Problem, subject: str) -> CaseRecord:
