@@ -26,7 +26,7 @@ section_sensitivity() { for s in 'ours[triton]' 'ours[fa4]'; do mlacheck measure
 section_compiles() { mlacheck bench compiles --attention triton && mlacheck bench compiles --attention fa4; }
 section_bench() { mlacheck bench prefill --attention triton --attention fa4; }
 section_sanitize() {
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
     "$python" -m harness.bench.sanitize --attention triton --attention fa4
 }
 

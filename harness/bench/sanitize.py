@@ -1,6 +1,6 @@
 """Batches for a memory checker: every kernel on shapes whose tails tempt it to read or write past the end.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
         python -m harness.bench.sanitize --attention triton --attention fa4
 
 Without the caching allocator every tensor is an allocation of its own, so that one element past its end is seen.

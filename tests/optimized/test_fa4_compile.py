@@ -50,6 +50,24 @@ def compiled(family: int) -> dict[str, Any]:
 
 @needs_fa4
 @pytest.mark.slow
+def test_fa4_compile_keys_are_few_and_do_not_grow_with_the_batches() -> None:
+    """Four kinds of call, and FA4 has two schedulers (short and long queries): 8 kernels for one set of dims."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.optimized.fa4_keys"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"half": 8, "all": 8}
+
+
+@needs_fa4
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS[90])
 def test_fa4_compile_sm90_once_for_two_batches(kernel: str) -> None:
     assert compiled(90)[kernel] == 1
