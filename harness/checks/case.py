@@ -12,7 +12,7 @@ from harness.checks.link import first_bad
 from harness.checks.localize import explain_attend
 from harness.checks.merge import check_merge_alone
 from harness.checks.power import power_shares, vacuous_classes
-from harness.checks.prefill import check_fed, check_raw, check_result_shape, raw_reference, requests_of
+from harness.checks.prefill import check_fed, check_raw, check_result_shape, raw_power, raw_reference, requests_of
 from harness.checks.raised import check_raised
 from harness.checks.readout import Attend
 from harness.checks.related import check_related
@@ -114,6 +114,7 @@ def _stages(
     expected = problem.expected_path()
     path = trace.path if trace is not None else None
     checks: list[CheckRecord] = []
+    walk: MhaWalk | MqaWalk | None = None
     if trace is not None:
         record.paths = sorted({str(trace.path), *trace.kernels})
         planned = check_trace_plan(facts, trace)
@@ -125,7 +126,8 @@ def _stages(
             checks.append(failed("dispatch", "dispatch.path", message))
         else:
             checks.append(passed("dispatch", "dispatch.path"))
-        checks += (MqaWalk if path == "mqa" else MhaWalk)(facts, trace).run()
+        walk = MqaWalk(facts, trace) if path == "mqa" else MhaWalk(facts, trace)
+        checks += walk.run()
         checks = _explained(checks, trace, getattr(subject, "attend", None))
         merge = getattr(subject, "merge", None)
         if merge is not None and first_bad(checks) is None:
@@ -135,12 +137,17 @@ def _stages(
     dims = problem.dims
     out = outcome.out.view(-1, dims.heads, dims.v)
     views = requests_of(facts, out, outcome.lse, dense=expected == "dense")
-    if trace is not None and path != "mqa":
+    exact = raw_reference(facts, expected)
+    if isinstance(walk, MqaWalk):
+        judged_by, power = "mqa", walk.power
+    elif trace is not None:
+        judged_by = "prefill.fed"
         fed, power = check_fed(facts, trace, views)
         checks += fed
-        record.power = power_shares(power)
-        record.vacuous = vacuous_classes(record.power)
-    exact = raw_reference(facts, expected)
+    else:
+        judged_by, power = "prefill.raw", raw_power(facts, exact, views)
+    record.power = power_shares(power)
+    record.vacuous = vacuous_classes(record.power, judged_by)
     checks += check_raw(facts, out, outcome.lse, exact)
     if not once and int(problem.case_id, 16) % RELATION_EVERY == 1 and first_bad(checks) is None:
         base = Base(facts, subject, expected, out, outcome.lse, exact)

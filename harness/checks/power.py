@@ -25,6 +25,6 @@ def power_shares(power: Power) -> dict[str, float]:
     return shares
 
 
-def vacuous_classes(shares: dict[str, float]) -> list[str]:
+def vacuous_classes(shares: dict[str, float], check: str) -> list[str]:
     """(check, fault class) pairs without power, as `prefill.fed:dropped`."""
-    return [f"prefill.fed:{name}" for name in ("dropped", "added") if shares.get(name, 1.0) < VACUOUS_LEVEL]
+    return [f"{check}:{name}" for name in ("dropped", "added") if shares.get(name, 1.0) < VACUOUS_LEVEL]

@@ -18,11 +18,14 @@ from harness.checks.verdict import check_shape
 from optimized.trace import ProjectEvent, Trace
 from reference.bound import AttendBound, AttendReference, attend_reference
 from reference.bound_stages import prefill_reference
+from reference.latent import project, request_latents
 from reference.oracle import allowed_matrix, causal_matrix
 from reference.power import Power, attend_power
 from reports.records import CheckRecord, Place
 
 STAGE = "prefill"
+POWER_HEADS = 4
+"""Heads from which the power of the end-to-end check is worked out."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,37 @@ def check_raw(facts: Facts, out: torch.Tensor, lse: torch.Tensor, exact: AttendR
         return Place(request=request, row=token - facts.token_starts[request], token=token)
 
     return compare_attention(STAGE, "prefill.raw", out, lse, exact, place)
+
+
+def raw_power(facts: Facts, exact: AttendReference, views: list[RequestView]) -> Power:
+    """Power of `check_raw`, `exact` being its reference: from a few heads, whose K and V are projected here."""
+    inputs, dims, paging = facts.inputs, facts.problem.dims, facts.problem.paging
+    heads = min(dims.heads, POWER_HEADS)
+    weight = inputs.w_kv_b.view(-1, dims.heads, dims.nope + dims.v)[:, :heads].flatten(1)
+    power = Power()
+    for view in views:
+        latents = request_latents(
+            kv_c_normed=inputs.kv_c_normed[view.rows],
+            k_pe=inputs.k_pe[view.rows],
+            cache=inputs.cache,
+            block_table_row=inputs.block_table[view.request],
+            context_len=facts.context_lens[view.request],
+            rope=dims.rope,
+            kv_cache_dtype=paging.kv_cache_dtype,
+            kv_cache_scale=paging.kv_cache_scale,
+        )
+        k, v = project(latents, weight, heads, dims.nope, dims.v)
+        bound = AttendBound(exact.bound.tol_out[view.rows, :heads], exact.bound.tol_lse[:heads, view.rows])
+        power += attend_power(
+            q=inputs.q[view.rows, :heads],
+            k=k,
+            v=v,
+            allowed=view.allowed,
+            scale=facts.problem.scale,
+            reference=AttendReference(exact.out[view.rows, :heads], exact.lse[:heads, view.rows], bound),
+            max_rows=ROWS,
+        )
+    return power
 
 
 def segments_of(facts: Facts, request: int) -> list[tuple[int, int]]:

@@ -8,12 +8,14 @@ from harness.checks.attention import compare_attention, rows_of_request
 from harness.checks.facts import Facts
 from harness.checks.link import check_tensor_link
 from harness.checks.merge import check_merge
+from harness.checks.power import ROWS
 from harness.checks.project import compare_head_gemm
 from harness.checks.verdict import check_shape, compare_exact, failed
 from optimized.trace import AbsorbEvent, MergeEvent, MqaEvent, Trace, UnprojectEvent
 from reference.bound_stages import mqa_reference
 from reference.latent import read_cache_rows
 from reference.oracle import allowed_matrix
+from reference.power import Power, attend_power
 from reports.records import CheckRecord, Place
 
 STAGE = "mqa"
@@ -29,6 +31,8 @@ class MqaWalk:
         dims = facts.problem.dims
         weight = facts.inputs.w_kv_b.view(-1, dims.heads, dims.nope + dims.v)
         self.w_uk, self.w_uv = weight[..., : dims.nope], weight[..., dims.nope :]
+        self.power = Power()
+        """What the checks of the MQA calls could have shown."""
 
     def run(self) -> list[CheckRecord]:
         """Records in the order of the data flow."""
@@ -157,14 +161,24 @@ class MqaWalk:
             rows = slice(first, first + query_len)
             allowed = allowed_matrix(facts.topk_rows[rows], context)
             allowed = allowed[:, :context] if event.call == "context" else allowed[:, context:]
+            latents = self._rows(event.call, request)
             exact = mqa_reference(
                 q=event.q[rows],
-                latents=self._rows(event.call, request),
+                latents=latents,
                 lora=dims.kv_lora_rank,
                 allowed=allowed,
                 scale=facts.problem.scale,
                 numerics=facts.mqa_numerics,
                 slots=dims.topk,
+            )
+            self.power += attend_power(
+                q=event.q[rows],
+                k=latents[:, None],
+                v=latents[:, None, : dims.kv_lora_rank],
+                allowed=allowed,
+                scale=facts.problem.scale,
+                reference=exact,
+                max_rows=ROWS,
             )
             place = rows_of_request(request, first, event.call)
             records += compare_attention(STAGE, "mqa", event.out[rows], event.lse[:, rows], exact, place)
