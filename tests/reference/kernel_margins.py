@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name everyone knows)
 from torch import Tensor
 
+from harness.measure.families import FAMILIES, Case, make_case, split_evenly
 from optimized.attention.fa4 import fa4_masked_mha
 from optimized.attention.triton_mha import triton_masked_mha
 from optimized.mask import topk_mask_shape
@@ -23,7 +24,6 @@ from reference.gather_oracle import gather_prefill
 from reference.numerics import FA4_SM90, FA4_SM100, TRITON, TRITON_MQA, Numerics
 from reference.oracle import sparse_mla_prefill
 from reference.power import attend_power
-from tests.reference.float_model import FAMILIES, Case, make_case, split_evenly
 from tests.reference.tightness import ratio
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.measure.families import FAMILIES, ORDINARY, Case, make_case, split_evenly
+from harness.measure.float_model import Model, run
 from reference import bound, oracle
 from reference.numerics import FA4_SM90, FA4_SM100, TRITON, TRITON_MQA, Numerics
 from reference.power import attend_power
-from tests.reference.float_model import FAMILIES, ORDINARY, Case, Model, make_case, run, split_evenly
 from tests.reference.tightness import MODELS, margin, margins
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.measure.families import Case, make_case, split_evenly
+from harness.measure.float_model import Model, attend, merge, run
 from reference import bound_stages, latent, oracle
 from reference.bound import AttendReference
 from reference.numerics import TRITON, TRITON_MQA
-from tests.reference.float_model import Case, Model, attend, make_case, merge, run, split_evenly
 from tests.reference.tightness import ratio
 
 BF16 = torch.bfloat16

@@ -4,11 +4,11 @@ import math
 
 from torch import Tensor
 
+from harness.measure.families import Case, make_case
 from reference import oracle
 from reference.bound import AttendReference, attend_reference
 from reference.numerics import TRITON
 from reference.power import Power, Revealed, attend_power, combine
-from tests.reference.float_model import Case, make_case
 
 
 def reference(case: Case) -> AttendReference:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from harness.measure.families import FAMILIES, Case, make_case, split_evenly
+from harness.measure.float_model import Model, run
 from reference.bound import attend_reference
 from reference.numerics import FA4_SM90, TRITON, Numerics
 from reference.power import attend_power
-from tests.reference.float_model import FAMILIES, Case, Model, make_case, run, split_evenly
 
 MODELS: dict[str, tuple[Model, Numerics]] = {
     "tiles": (Model(tile=64), TRITON),
