@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from harness.subjects.api import NotRunnable, SubjectError
 from harness.subjects.flashmla import HEADS, LIBRARY_VARIABLE, SparsePrefill, load_kernel
-from harness.subjects.flashmla_cases import FlashMlaCase, check, draw
+from harness.subjects.flashmla_cases import FlashMlaCase, draw
+from harness.subjects.flashmla_judge import check
 from reports.records import CheckRecord
 
 REPEAT_EVERY = 8

@@ -192,4 +192,7 @@ class Vllm:
                 f"vLLM's masked MHA needs a GPU of capability family 100 (Blackwell), this is {major}.{minor}: "
                 "its mask mods are packed, and FA4 refuses packed mods elsewhere"
             )
-        return "vLLM's whole layer needs vLLM's engine around it (config, KV-cache and attention metadata builders)"
+        return (
+            "vLLM's whole layer needs vLLM's engine around it (config, KV-cache and attention metadata builders); "
+            "vllm[mods] runs its host code and its mask mods without"
+        )

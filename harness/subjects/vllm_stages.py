@@ -144,7 +144,7 @@ def merge_cuda(
     )
 
 
-@subject(stage="prefill", contract=Contract(device="cuda"))
+@subject(stage="prefill", contract=Contract(cache_dtypes=("auto",)))
 def prefill(
     q: torch.Tensor,
     kv_c_normed: torch.Tensor,

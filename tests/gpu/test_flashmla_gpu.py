@@ -13,7 +13,8 @@ import torch
 
 from harness.subjects.api import NotRunnable, SubjectError
 from harness.subjects.flashmla import HEADS, SparsePrefill, load_kernel
-from harness.subjects.flashmla_cases import FAMILIES, FlashMlaCase, check, draw
+from harness.subjects.flashmla_cases import FAMILIES, FlashMlaCase, draw
+from harness.subjects.flashmla_judge import check
 from harness.subjects.flashmla_run import first_finding
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

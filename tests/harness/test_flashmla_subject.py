@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 from harness.subjects import flashmla
 from harness.subjects.api import NotRunnable, SubjectError
-from harness.subjects.flashmla_cases import FAMILIES, FlashMlaCase, build, check, draw
+from harness.subjects.flashmla_cases import FAMILIES, FlashMlaCase, build, draw
+from harness.subjects.flashmla_judge import check
 from harness.subjects.flashmla_run import first_finding, main, shrink
 from reports.records import Status
 from tests.harness.flashmla_model import sparse_prefill
@@ -124,7 +125,7 @@ def test_without_a_gpu_the_kernel_and_the_command_say_why() -> None:
 
 def test_a_library_that_is_no_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(flashmla.LIBRARY_VARIABLE, "/nowhere/_flashmla_C.so")
-    with pytest.raises(SubjectError, match="is /nowhere/_flashmla_C.so, which is no file"):
+    with pytest.raises(SubjectError, match=r"is /nowhere/_flashmla_C.so, which is no file"):
         flashmla._library()
 
 
