@@ -10,8 +10,9 @@ The kernel is `torch.ops._flashmla_C.sparse_prefill_fwd`, from the extension lib
 * results are `(out, max_logits, lse)` with natural logarithms, `[T, H]`; a row without a key has output 0, LSE +inf;
 * `attn_sink` shrinks the output by `1 / (1 + exp(sink - lse))` and leaves LSE alone.
 
-`python -m harness.subjects.flashmla --cases 5000` judges the kernel on drawn cases (`flashmla_cases`, `flashmla_judge`), which reach
-more of it than the stage's own cases: all head counts, sinks at infinity, a given output buffer, poison.
+`python -m harness.subjects.flashmla --cases 5000` judges the kernel on drawn cases (`flashmla_cases`,
+`flashmla_judge`), which reach more of it than the stage's own cases: all head counts, sinks at infinity, a given
+output buffer, poison.
 """
 
 from __future__ import annotations
