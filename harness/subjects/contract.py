@@ -24,6 +24,7 @@ class Contract:
     device: Literal["any", "cuda"] = "any"
     """`cuda`: it cannot run on a CPU, and is not run there."""
     dtypes: tuple[DType, ...] = ("bf16", "fp16")
+    """Storage types of q, k, v and the output."""
     cache_dtypes: tuple[CacheDType, ...] = CACHE_DTYPES
     """Formats of the paged cache (stages `gather` and `prefill`)."""
     dims: tuple[tuple[int, int, int, int], ...] = ()
@@ -31,9 +32,11 @@ class Contract:
     head_dim_multiple: int = 1
     """Each of `kv_lora_rank`, `nope`, `rope` and `v` is a multiple of this."""
     heads_multiple: int = 1
+    """The number of heads is a multiple of this."""
     topk_multiple: int = 1
-    """Slots of a top-k row."""
+    """The number of slots of a top-k row is a multiple of this."""
     max_requests: int | None = None
+    """Requests of a batch at most."""
     zero_lengths: bool = True
     """Empty batches, and requests without queries or without keys, are legal."""
     strides: Literal["contiguous", "any"] = "contiguous"
@@ -60,6 +63,7 @@ class Contract:
     lse_layout: Literal["HT", "TH"] = "HT"
     """`[heads, tokens]` or `[tokens, heads]`; of the largest logits too."""
     empty_lse: Literal["-inf", "+inf"] = "-inf"
+    """LSE of a row without any key."""
     max_logits: bool = False
     """Stages `attend` and `mqa`: it returns each row's largest score, `(out, max_logits, lse)`."""
     deterministic: bool = True
@@ -72,6 +76,7 @@ class Contract:
     """Exponential, row sum and products of the attention calls. The default promises nothing about the order
     of the row sum; the storage type follows the case."""
     mqa_numerics: Numerics = field(default_factory=Numerics)
+    """The same for the calls of stage `mqa`, and of an absorbed `prefill`."""
     absorbed: bool = False
     """Stage `prefill`: it attends latent rows (MQA), instead of projecting K and V and rounding them."""
 

@@ -73,7 +73,8 @@ _MQA = Stage(
     inputs={
         "q": "`[T, H, kv_lora_rank + rope]` bf16 or fp16: absorbed queries",
         "kv": "`[slots, kv_lora_rank + rope]`: latent rows; the first `v_dim` entries are the value",
-        "indices": "`[T, topk]` int32: rows of `kv`; -1 is no key",
+        "indices": "`[T, topk]` int32: rows of `kv` in any order; negative entries are no keys, nor are those past "
+        "the end (see `invalid_index`)",
         "scale": "float: factor of the scores",
         "v_dim": "int: `kv_lora_rank`",
         "topk_length": "`[T]` int32: entries behind the count are no keys; needs `topk_length` in the contract",
