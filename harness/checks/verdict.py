@@ -15,6 +15,8 @@ import torch
 from reports.records import CheckRecord, Place, Status
 
 WATCH_LEVEL = 0.8
+MAX_SHIFT = 256
+"""Rows by which an LSE is tried to be shifted."""
 Locate = Callable[[tuple[int, ...]], Place]
 
 
@@ -191,7 +193,7 @@ def diagnose_lse(actual: torch.Tensor, expected: torch.Tensor, tolerance: torch.
     its tolerance.
 
     Known laws: base-2 instead of natural logarithm (factor 1/ln 2), the reverse (factor ln 2), one constant
-    offset (a key missed or doubled in every row), rows shifted by one, a transposed layout.
+    offset (a key missed or doubled in every row), rows shifted (by one, or by a request), a transposed layout.
     """
     slack = tolerance + 1e-6 * (1 + expected.abs())
     finite = expected.isfinite()
@@ -203,17 +205,21 @@ def diagnose_lse(actual: torch.Tensor, expected: torch.Tensor, tolerance: torch.
         if abs(centre) > 4 * float(slack[finite].median()) and _fits(actual, expected + centre, slack):
             return f"every error fits a constant {centre:+.4g}: a factor {math.exp(centre):.4g} on the row sum"
     if actual.dim() == 2 and actual.shape[1] > 1:
-        moved: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "rows are shifted by 1": lambda x: x.roll(1, dims=1),
-            "rows are shifted by -1": lambda x: x.roll(-1, dims=1),
-            "the layout is transposed ([T, H] written as [H, T])": lambda x: x.t().reshape(x.shape),
-        }
-        for what, move in moved.items():
+        farthest = min(actual.shape[1] - 1, MAX_SHIFT)
+        moves: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
+            ("the layout is transposed ([T, H] written as [H, T])", lambda x: x.t().reshape(x.shape)),
+            *((f"rows are shifted by {by}", _roll(by)) for far in range(1, farthest + 1) for by in (far, -far)),
+        ]
+        for what, move in moves:
             # where all rows have nearly one value, every order of them would fit
             other, other_slack = move(expected), move(slack)
             if _fits(actual, other, other_slack) and not _fits(expected, other, other_slack):
                 return what
     return ""
+
+
+def _roll(by: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x.roll(by, dims=1)
 
 
 def _fits(actual: torch.Tensor, predicted: torch.Tensor, slack: torch.Tensor) -> bool:

@@ -171,6 +171,7 @@ TIGHT = torch.full_like(LSE, 1e-6)
         (LSE - 0.1, "constant -0.1: a factor 0.9048 on the row sum"),
         (LSE.roll(1, dims=1), "rows are shifted by 1"),
         (LSE.roll(-1, dims=1), "rows are shifted by -1"),
+        (LSE.roll(2, dims=1), "rows are shifted by 2"),
         (LSE.T.reshape(2, 5), "the layout is transposed ([T, H] written as [H, T])"),
     ],
 )

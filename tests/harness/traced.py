@@ -23,6 +23,8 @@ from harness.subjects.ours import OurLayer
 from optimized.trace import Trace
 from reports.records import CheckRecord
 
+torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits
+
 DIMS = Dims(heads=2, kv_lora_rank=16, nope=8, rope=4, v=8, topk=12)
 
 
