@@ -8,13 +8,14 @@ reason a case that became small in one process is tried again in another before 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from harness.problems.problem import MAX_HISTORY, Problem
 from reports.records import CaseRecord, Status
 
-KEPT_BEFORE = 6
-"""So many of the cases that a process ran last are remembered."""
+KEPT_FIRST, KEPT_LAST = 16, 8
+"""So many of the cases that a process judged are remembered: what it kept of a first call, or of the last one."""
 _FIRST_SHARE = 0.6
 """Of the time for shrinking, in one process; the rest is left for tries that have a process each."""
 
@@ -27,15 +28,62 @@ def repeatable(record: CaseRecord) -> bool:
     return record.status.is_finding and record.status not in (Status.CRASH, Status.HANG, Status.OOM, Status.RACY)
 
 
-def candidates(problem: Problem, before: Sequence[Problem]) -> Iterator[Problem]:
-    """The problem itself; then after each of the calls before it, the last first; then after the last ones."""
-    yield problem
-    histories = [(call,) for call in reversed(before)]
-    if len(before) >= MAX_HISTORY:
-        histories.append(tuple(before[-MAX_HISTORY:]))  # type: ignore[arg-type]
-    for history in histories:
-        calls = (*(call.replace(history=()) for call in history), *problem.history)
-        yield problem.replace(history=calls[-MAX_HISTORY:])
+class Ran:
+    """The first and the last cases of one process, in order."""
+
+    def __init__(self) -> None:
+        self._first: list[str] = []
+        self._last: deque[str] = deque(maxlen=KEPT_LAST)
+
+    def add(self, problem_json: str) -> None:
+        """One more case has run."""
+        if len(self._first) < KEPT_FIRST:
+            self._first.append(problem_json)
+        else:
+            self._last.append(problem_json)
+
+    def clear(self) -> None:
+        """A new process has begun."""
+        self._first.clear()
+        self._last.clear()
+
+    def problems(self) -> list[Problem]:
+        """The cases, oldest first."""
+        return [Problem.from_json(text) for text in (*self._first, *self._last)]
+
+
+def reproduced(
+    problem: Problem, before: Sequence[Problem], fails_after: Callable[[Sequence[Problem], Problem], bool]
+) -> Problem | None:
+    """The problem if it fails in a fresh process, else with a history after which it does; None if none is found.
+
+    Args:
+        problem: a case that failed in a process that had run others.
+        before: cases that ran before it there, oldest first.
+        fails_after: whether it fails in a fresh process after these cases.
+    """
+    if fails_after([], problem):
+        return problem
+    for group in (before[-KEPT_LAST:], before[:KEPT_LAST], before):
+        if group and fails_after(group, problem):
+            calls = _needed(group, problem, fails_after)
+            flat = [*(call.replace(history=()) for call in calls), *problem.history]
+            case = problem.replace(history=tuple(flat[-MAX_HISTORY:]))
+            return case if fails_after([], case) else None
+    return None
+
+
+def _needed(
+    calls: Sequence[Problem], problem: Problem, fails_after: Callable[[Sequence[Problem], Problem], bool]
+) -> Sequence[Problem]:
+    """Half of the calls, again and again, as long as the problem fails after one of the halves."""
+    while len(calls) > 1:
+        halves = (calls[len(calls) // 2 :], calls[: len(calls) // 2])
+        shorter = next((half for half in halves if fails_after(half, problem)), None)
+        if shorter is None:
+            break
+        calls = shorter
+    return calls
 
 
 def smallest(

@@ -14,8 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,14 +25,14 @@ from harness.engine.book import Book, RunConfig
 from harness.engine.driver import Broken, Case, Finished, Search, Shrink, drive
 from harness.engine.journal import Journal
 from harness.engine.pool import MAX_LOG_BYTES, Slot, Stopped, fork_context, gpu_count
-from harness.engine.reproduce import KEPT_BEFORE, candidates, repeatable, smallest
+from harness.engine.reproduce import Ran, repeatable, reproduced, smallest
 from harness.engine.worker import MUTANT_PREFIX, SubjectRefused, WorkerSpec, mutant_name
 from harness.findings.store import Finding, FindingStore, fingerprint
 from harness.mutants.mutant import MutantError
 from harness.mutants.patch import find_mutant
 from harness.problems.features import FEATURES
 from harness.problems.problem import Problem
-from reports.records import CaseRecord
+from reports.records import CaseRecord, Status
 from reports.runs import RunMeta
 
 JOBS_PER_GPU = 4
@@ -177,7 +176,7 @@ class Shard:
     context: ForkServerContext
 
     def __post_init__(self) -> None:
-        self._ran: deque[str] = deque(maxlen=KEPT_BEFORE)
+        self._ran = Ran()
         self._pipe, theirs = self.context.Pipe()
         self._process = self.context.Process(target=drive, args=(theirs,), name=f"shard-{self.index}", daemon=True)
         self._process.start()
@@ -236,15 +235,21 @@ class Shard:
             finding = self.book.add(record, problem_json)
             self.book.journal.landed(self.index)
             if finding is not None:
-                finding.before = [Problem.from_json(text) for text in self._ran]
+                finding.before = self._ran.problems()
                 self.observer.found(finding)
-        self._ran.append(problem_json)
+        if record.status in (Status.CRASH, Status.HANG):
+            self._ran.clear()
+        else:
+            self._ran.add(problem_json)
         return record
 
     def _shrink(self, finding: Finding, seconds: float) -> None:
         judged: dict[str, CaseRecord] = {}
         goal, end = fingerprint(finding.record), time.monotonic() + seconds
         tries = 0
+
+        def is_goal(record: CaseRecord | None) -> bool:
+            return record is not None and fingerprint(record) == goal
 
         def judge(problem_json: str) -> CaseRecord | None:
             if self.book.stopping:
@@ -259,9 +264,16 @@ class Shard:
             self.slot.renew()
             return judge(problem_json)
 
+        def fails_after(calls: Sequence[Problem], problem: Problem) -> bool:
+            if time.monotonic() > end:
+                return False
+            self.slot.renew()
+            for call in calls:
+                judge(call.to_json())
+            return is_goal(judge(problem.to_json()))
+
         def fails_alone(problem: Problem) -> bool:
-            record = judge_alone(problem.to_json()) if time.monotonic() < end else None
-            return record is not None and fingerprint(record) == goal
+            return fails_after([], problem)
 
         def shrink(fresh: bool, time_s: float) -> Problem | None:
             nonlocal tries
@@ -273,14 +285,16 @@ class Shard:
 
         start = finding.problem
         if repeatable(finding.record):
-            again = next(filter(fails_alone, candidates(finding.problem, finding.before)), None)
+            again = reproduced(finding.problem, finding.before, fails_after)
             if again is None:
                 self.observer.unconfirmed(finding)
                 return
             start = again
-        left = end - time.monotonic()
-        needs_others = start.case_id != finding.problem.case_id
-        problem = shrink(True, left) if needs_others else smallest(start, shrink, fails_alone, seconds=left)
+        end = time.monotonic() + seconds
+        if start.case_id == finding.problem.case_id:
+            problem = smallest(start, shrink, fails_alone, seconds=seconds)
+        else:
+            problem = shrink(True, seconds)
         if problem is None:
             return
         with self.book.lock:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from harness.engine.limits import Limits
-from harness.engine.reproduce import candidates, repeatable, smallest
+from harness.engine.reproduce import KEPT_FIRST, KEPT_LAST, Ran, repeatable, reproduced, smallest
 from harness.engine.search import Observer, run
 from harness.findings.replay import replay_case
 from harness.findings.store import Finding, load_case
@@ -60,14 +61,39 @@ def test_a_finding_that_does_not_come_back_is_said_to(tmp_path: Path) -> None:
     assert not finding.shrunk
 
 
-def test_earlier_calls_are_tried_the_last_first() -> None:
-    calls = [problem((0, n), history=(problem((0, 9)),)) for n in (1, 2, 3)]
-    judged = problem((0, 7))
-    tried = [[call.num_tokens for call in candidate.history] for candidate in candidates(judged, calls)]
-    assert tried == [[], [3], [2], [1], [2, 3]]
-    own = judged.replace(history=(problem((0, 5)),))
-    tried = [[call.num_tokens for call in candidate.history] for candidate in candidates(own, calls)]
-    assert tried == [[5], [3, 5], [2, 5], [1, 5], [3, 5]]
+def test_the_calls_that_a_failure_needs_are_found_by_halves() -> None:
+    before = [problem((0, n)) for n in range(1, 25)]
+    judged = problem((0, 30))
+
+    def needs(*tokens: int) -> Callable[[Sequence[Problem], Problem], bool]:
+        def fails_after(calls: Sequence[Problem], case: Problem) -> bool:
+            ran = [call.num_tokens for call in (*calls, *case.history)]
+            tried.append(len(ran))
+            return set(tokens) <= set(ran)
+
+        return fails_after
+
+    tried: list[int] = []
+    for token in (24, 1, 12):
+        found = reproduced(judged, before, needs(token))
+        assert found is not None
+        assert [call.num_tokens for call in found.history] == [token]
+    assert reproduced(judged, before, needs()) == judged
+    both = reproduced(judged, before, needs(23, 24))
+    assert both is not None
+    assert [call.num_tokens for call in both.history] == [23, 24]
+    assert reproduced(judged, before, needs(1, 24)) is None
+    assert reproduced(judged, before, needs(99)) is None
+
+
+def test_the_first_and_the_last_cases_of_a_process_are_remembered() -> None:
+    ran = Ran()
+    for n in range(1, 101):
+        ran.add(problem((0, n)).to_json())
+    tokens = [case.num_tokens for case in ran.problems()]
+    assert tokens == [*range(1, KEPT_FIRST + 1), *range(101 - KEPT_LAST, 101)]
+    ran.clear()
+    assert ran.problems() == []
 
 
 @pytest.mark.parametrize(
