@@ -115,9 +115,10 @@ def check_fed(facts: Facts, trace: Trace, views: list[RequestView]) -> tuple[lis
     return records, power
 
 
-def raw_reference(facts: Facts, path: str) -> AttendReference:
+def raw_reference(facts: Facts, path: str, *, chunked: bool = True) -> AttendReference:
     """Exact result on the raw inputs; the bound holds the propagated rounding of K and V.
 
+    `chunked`: the context is attended in the planned chunks and merged; otherwise all keys of a request at once.
     A full-size batch is worked out group of heads by group of heads, and without the named terms.
     """
     dims = facts.problem.dims
@@ -125,8 +126,8 @@ def raw_reference(facts: Facts, path: str) -> AttendReference:
     rows = max(facts.query_lens, default=0)
     groups = head_groups(rows, max(facts.seq_lens, default=0), dims.heads, widths, facts.inputs.q.device)
     if len(groups) <= 1:
-        return _raw_of_heads(facts, path, slice(0, dims.heads), keep_terms=True)
-    parts = [_raw_of_heads(facts, path, group, keep_terms=False) for group in groups]
+        return _raw_of_heads(facts, path, slice(0, dims.heads), chunked=chunked, keep_terms=True)
+    parts = [_raw_of_heads(facts, path, group, chunked=chunked, keep_terms=False) for group in groups]
     return AttendReference(
         torch.cat([part.out for part in parts], dim=1),
         torch.cat([part.lse for part in parts]),
@@ -137,7 +138,7 @@ def raw_reference(facts: Facts, path: str) -> AttendReference:
     )
 
 
-def _raw_of_heads(facts: Facts, path: str, group: slice, *, keep_terms: bool) -> AttendReference:
+def _raw_of_heads(facts: Facts, path: str, group: slice, *, chunked: bool, keep_terms: bool) -> AttendReference:
     problem, inputs = facts.problem, facts.inputs
     dims, paging = problem.dims, problem.paging
     mqa = path == "mqa"
@@ -162,7 +163,9 @@ def _raw_of_heads(facts: Facts, path: str, group: slice, *, keep_terms: bool) ->
         kv_cache_dtype=paging.kv_cache_dtype,
         kv_cache_scale=paging.kv_cache_scale,
         path="mqa" if mqa else "mha",
-        segments=[segments_of(facts, request) for request in range(len(facts.query_lens))],
+        segments=[
+            segments_of(facts, request) if chunked else [(0, seq_len)] for request, seq_len in enumerate(facts.seq_lens)
+        ],
         exact_projection=problem.data.weights == "exact",
         keep_terms=keep_terms,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.checks.attention import rows_of_request
+from harness.checks.attention import head_groups, rows_of_request
 from harness.checks.link import first_bad
 from harness.checks.power import ROWS, power_shares
 from harness.checks.readout import AttendShape, count_attended, first_difference, name_attended, shown_wrongly
@@ -108,21 +108,28 @@ class AttendJudge:
         return [*records, *keys, *say_conventions(numbers, self.contract), *count]
 
     def _numbers(self, call: AttendCall, slot: int, result: Result) -> list[CheckRecord]:
-        """LSE, output and largest scores of one request."""
+        """LSE, output and largest scores of one request, in groups of heads that fit in memory."""
+        n, num_keys, widths = call.q_lens[slot], call.k_lens[slot], (call.q.shape[2], call.v.shape[2])
+        records: list[CheckRecord] = []
+        for group in head_groups(n, num_keys, call.q.shape[1], widths, call.q.device):
+            records += self._numbers_of_heads(call, slot, result, group)
+        return records
+
+    def _numbers_of_heads(self, call: AttendCall, slot: int, result: Result, heads: slice) -> list[CheckRecord]:
         rows = slice(call.q_starts[slot], call.q_starts[slot + 1])
         keys = slice(call.k_starts[slot], call.k_starts[slot + 1])
-        q, k, v, allowed = call.q[rows], call.k[keys], call.v[keys], call.allowed(slot)
+        q, k, v, allowed = call.q[rows, heads], call.k[keys, heads], call.v[keys, heads], call.allowed(slot)
         exact = attend_reference(q=q, k=k, v=v, allowed=allowed, scale=call.scale, numerics=self.run.facts.numerics)
         if call.name == "whole":
             self.power += attend_power(q=q, k=k, v=v, allowed=allowed, scale=call.scale, reference=exact, max_rows=ROWS)
         if self.contract.attention_sink:
-            exact = with_sinks(exact, self.sinks)
+            exact = with_sinks(exact, self.sinks[heads])
         place = rows_of_request(call.first_request + slot, call.first_token + rows.start, call.name, call.chunk)
-        largest = largest_scores(q, k, allowed, call.scale)
-        return [
-            *compare_result(STAGE, result, rows, exact, place),
-            *compare_largest(STAGE, result, rows, largest, place),
-        ]
+        records = compare_result(STAGE, result, rows, exact, place, heads=heads)
+        if self.contract.max_logits:
+            largest = largest_scores(q, k, allowed, call.scale)
+            records.append(compare_largest(STAGE, result, rows, largest, place, heads=heads))
+        return records
 
     def _keys(self, call: AttendCall) -> list[CheckRecord]:
         """Read-out: which keys each row attends."""

@@ -160,13 +160,12 @@ def pack_mask(call: AttendCall, *, whole: bool) -> torch.Tensor:
     longest_q, batch = max(call.q_lens, default=0), len(call.q_lens)
     longest = max((s.shape[1] for s in call.sequences) if whole else call.k_lens, default=0)
     words = words_per_row(longest, reserve=whole)
-    bits = torch.zeros(batch, padded_rows(longest_q), words * 32, dtype=torch.bool, device=call.q.device)
+    mask = torch.zeros(batch, padded_rows(longest_q), words, dtype=torch.int32, device=call.q.device)
     for slot in range(batch):
         part = call.sequences[slot] if whole else call.allowed(slot)
-        bits[slot, : part.shape[0], : part.shape[1]] = part
-    weights = torch.ones(32, dtype=torch.int64, device=bits.device) << torch.arange(32, device=bits.device)
-    packed = (bits.view(batch, bits.shape[1], words, 32).long() * weights).sum(dim=3)
-    mask = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+        bits = torch.nn.functional.pad(part, (0, words * 32 - part.shape[1])).view(len(part), words, 32)
+        for bit in range(32):
+            mask[slot, : len(part)] |= bits[:, :, bit].to(torch.int32) << bit
     if whole and mask.numel():
         mask[:, 0, -1] = torch.tensor(call.key_starts, dtype=torch.int32, device=mask.device)
     return mask

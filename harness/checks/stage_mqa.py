@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harness.checks.attention import rows_of_request
+from harness.checks.attention import head_groups, rows_of_request
 from harness.checks.link import first_bad
 from harness.checks.mqa_inputs import MqaCall, absorbed_queries, mqa_calls
 from harness.checks.power import ROWS, power_shares
@@ -113,13 +113,28 @@ class MqaJudge:
         return [*records, *keys, *say_conventions(numbers, self.contract), *count]
 
     def _numbers(self, call: MqaCall, request: int, result: Result) -> list[CheckRecord]:
-        """LSE, output and largest scores of one request."""
-        facts = self.run.facts
-        rows = slice(facts.token_starts[request], facts.token_starts[request + 1])
+        """LSE, output and largest scores of one request, in groups of heads that fit in memory."""
         latents, allowed = call.latents(request), call.counts[request] > 0
         if self.contract.duplicates == "per_slot":
             latents, allowed = with_copies(latents, call.counts[request])
-        q = self.q[rows]
+        widths = (self.q.shape[2], self.lora)
+        records: list[CheckRecord] = []
+        for heads in head_groups(len(allowed), len(latents), self.q.shape[1], widths, self.q.device):
+            records += self._numbers_of_heads(call, request, result, latents, allowed, heads)
+        return records
+
+    def _numbers_of_heads(
+        self,
+        call: MqaCall,
+        request: int,
+        result: Result,
+        latents: torch.Tensor,
+        allowed: torch.Tensor,
+        heads: slice,
+    ) -> list[CheckRecord]:
+        facts = self.run.facts
+        rows = slice(facts.token_starts[request], facts.token_starts[request + 1])
+        q = self.q[rows, heads]
         exact = mqa_reference(
             q=q,
             latents=latents,
@@ -141,13 +156,13 @@ class MqaJudge:
                 max_rows=ROWS,
             )
         if self.contract.attention_sink:
-            exact = with_sinks(exact, self.sinks)
+            exact = with_sinks(exact, self.sinks[heads])
         place = rows_of_request(request, rows.start, call.name)
-        largest = largest_scores(q, keys, allowed, facts.problem.scale)
-        return [
-            *compare_result(STAGE, result, rows, exact, place),
-            *compare_largest(STAGE, result, rows, largest, place),
-        ]
+        records = compare_result(STAGE, result, rows, exact, place, heads=heads)
+        if self.contract.max_logits:
+            largest = largest_scores(q, keys, allowed, facts.problem.scale)
+            records.append(compare_largest(STAGE, result, rows, largest, place, heads=heads))
+        return records
 
     def _keys(self, call: MqaCall) -> list[CheckRecord]:
         """Read-out: which rows of `kv` each query attends, in every head; `kv_lora_rank` keys of a request a call."""

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from harness.checks.link import first_bad
-from harness.checks.prefill import segments_of
+from harness.checks.power import power_shares
+from harness.checks.prefill import raw_power, raw_reference, requests_of
 from harness.checks.readout import first_difference
 from harness.checks.stage_case import StageRun
 from harness.checks.stage_inputs import sequence_allowed
 from harness.checks.stage_result import Result, compare_result, parse_result, say_conventions
 from harness.checks.verdict import failed, passed
 from harness.problems.tensors import Inputs, build_inputs
-from reference.bound import AttendReference
-from reference.bound_stages import prefill_reference
 from reports.records import CheckRecord, Place, Status
 
 STAGE = "prefill"
@@ -103,44 +102,17 @@ def _parse(run: StageRun, name: str, returned: Any, offered: Mapping[str, Any]) 
 
 def _numbers(run: StageRun, result: Result) -> list[CheckRecord]:
     facts = run.facts
+    exact = raw_reference(facts, "mqa" if facts.contract.absorbed else "masked", chunked=run.takes("row_budget"))
+    if result.lse is not None:
+        views = requests_of(facts, result.out, result.lse, dense=False)
+        run.record.power = power_shares(raw_power(facts, exact, views))
 
     def place(token: int) -> Place:
         request = facts.request_of(token)
         return Place(request=request, row=token - facts.token_starts[request], token=token)
 
-    records = compare_result(STAGE, result, slice(0, facts.num_tokens), _reference(run), place)
+    records = compare_result(STAGE, result, slice(0, facts.num_tokens), exact, place)
     return [record.model_copy(update={"check": f"prefill.raw.{record.check.rpartition('.')[2]}"}) for record in records]
-
-
-def _reference(run: StageRun) -> AttendReference:
-    facts, problem, inputs = run.facts, run.problem, run.facts.inputs
-    dims, absorbed = problem.dims, facts.contract.absorbed
-    chunked = run.takes("row_budget")
-    segments = [
-        segments_of(facts, request) if chunked else [(0, seq_len)] for request, seq_len in enumerate(facts.seq_lens)
-    ]
-    return prefill_reference(
-        q=inputs.q,
-        kv_c_normed=inputs.kv_c_normed,
-        k_pe=inputs.k_pe,
-        cache=inputs.cache,
-        block_table=inputs.block_table,
-        w_kv_b=inputs.w_kv_b,
-        topk_rows=facts.topk_rows,
-        query_lens=facts.query_lens,
-        context_lens=facts.context_lens,
-        num_heads=dims.heads,
-        nope=dims.nope,
-        rope=dims.rope,
-        v_head_dim=dims.v,
-        scale=problem.scale,
-        numerics=facts.mqa_numerics if absorbed else facts.numerics,
-        kv_cache_dtype=problem.paging.kv_cache_dtype,
-        kv_cache_scale=problem.paging.kv_cache_scale,
-        path="mqa" if absorbed else "mha",
-        segments=segments,
-        exact_projection=problem.data.weights == "exact",
-    )
 
 
 def _window(run: StageRun) -> int:

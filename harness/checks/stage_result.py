@@ -18,6 +18,8 @@ from reference.bound_rows import LAM
 from reference.numerics import U32
 from reports.records import CheckRecord, Place, Status
 
+ALL_HEADS = slice(0, None)
+
 
 @dataclass(frozen=True)
 class Result:
@@ -112,27 +114,40 @@ def largest_scores(
 
 
 def compare_result(
-    stage: str, result: Result, rows: slice, exact: AttendReference, place: RowPlace, *, watch: bool = True
+    stage: str,
+    result: Result,
+    rows: slice,
+    exact: AttendReference,
+    place: RowPlace,
+    *,
+    heads: slice = ALL_HEADS,
+    watch: bool = True,
 ) -> list[CheckRecord]:
-    """Checks `{stage}.lse` (where there is one) and `{stage}.out` of some rows."""
-    lse = exact.lse if result.lse is None else result.lse[:, rows]
-    records = compare_attention(stage, stage, result.out[rows], lse, exact, place, watch=watch)
+    """Checks `{stage}.lse` (where there is one) and `{stage}.out` of some rows and heads, those of `exact`."""
+    out = result.out[rows, heads]
+    lse = exact.lse if result.lse is None else result.lse[heads, rows]
+    records = compare_attention(stage, stage, out, lse, exact, place, watch=watch, first_head=heads.start)
     return [record for record in records if result.lse is not None or not record.check.endswith(".lse")]
 
 
 def compare_largest(
-    stage: str, result: Result, rows: slice, exact: tuple[torch.Tensor, torch.Tensor], place: RowPlace
-) -> list[CheckRecord]:
-    """Check `{stage}.max_logits` of some rows, where the contract has them; rows without a key are not judged."""
-    if result.max_logits is None:
-        return []
+    stage: str,
+    result: Result,
+    rows: slice,
+    exact: tuple[torch.Tensor, torch.Tensor],
+    place: RowPlace,
+    *,
+    heads: slice = ALL_HEADS,
+) -> CheckRecord:
+    """Check `{stage}.max_logits` of some rows and heads, those of `exact`; rows without a key are not judged."""
     scores, tolerance = exact
-    found = torch.where(scores.isinf(), scores, result.max_logits[:, rows])
+    assert result.max_logits is not None
+    found = torch.where(scores.isinf(), scores, result.max_logits[heads, rows])
 
     def locate(index: tuple[int, ...]) -> Place:
-        return place(index[1]).model_copy(update={"head": index[0]})
+        return place(index[1]).model_copy(update={"head": heads.start + index[0]})
 
-    return [compare_bounded(stage, f"{stage}.max_logits", found, scores, tolerance, locate)]
+    return compare_bounded(stage, f"{stage}.max_logits", found, scores, tolerance, locate)
 
 
 def count_record(stage: str, counted: torch.Tensor, must: torch.Tensor, place: RowPlace) -> CheckRecord:

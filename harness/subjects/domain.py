@@ -41,8 +41,8 @@ class Domain:
     def view(self, problem: Problem) -> Problem:
         """The same problem as this subject sees it.
 
-        Gone is what its stage never sees (path, mask workspace, calls before, for most stages the cache format), and
-        what its contract asks to be left out around the same numbers (strides, poison).
+        Gone is what its stage never sees (path, mask workspace, for most stages the cache format), and what its
+        contract asks to be left out around the same numbers (strides, poison).
         """
         paging = problem.paging
         if self.stage not in PAGED_STAGES:
@@ -56,7 +56,7 @@ class Domain:
             "paging": paging,
             "force": force,
             "mask_workspace_words": None,
-            "history": (),
+            "history": tuple(map(self.view, problem.history)),
             "layout": self._layout(problem.layout),
         }
         same = all(getattr(problem, name) == value for name, value in changes.items())
@@ -73,6 +73,7 @@ class Domain:
             "dims": dims,
             "dtype": problem.dtype if problem.dtype in contract.dtypes else contract.dtypes[0],
             "paging": paging,
+            "history": tuple(map(self.fit, problem.history)),
         }
         if paging.kv_cache_dtype == "fp8_ds_mla" and changes["dtype"] != "bf16":
             changes["paging"] = paging.model_copy(update={"kv_cache_dtype": "auto"})

@@ -381,3 +381,20 @@ def test_does_the_same_problem_give_the_same_verdict_twice() -> None:
     one, two = judge("attend", attend, case), judge("attend", attend, case)
     assert (one.message, one.tensor_hash) == (two.message, two.tensor_hash)
     assert one.tensor_hash.startswith("attend:")
+
+
+@pytest.mark.parametrize("stage", ["attend", "mqa", "prefill"])
+def test_does_judging_in_groups_of_heads_change_nothing(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = judge(stage, RIGHT[stage], RAGGED, PLAIN)
+    monkeypatch.setattr("harness.checks.attention.MAX_JUDGE_ELEMENTS", {"cpu": 1})
+    parts = judge(stage, RIGHT[stage], RAGGED, PLAIN)
+    assert parts.status is whole.status is Status.PASS
+    assert (parts.margin_out, parts.margin_lse) == pytest.approx((whole.margin_out, whole.margin_lse))
+
+
+def test_is_a_wrong_head_named_where_heads_are_judged_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.checks.attention.MAX_JUDGE_ELEMENTS", {"cpu": 1})
+    last_head = torch.tensor([0.0, 0.5])
+    record = judge("attend", wrong_attend(after=lambda o, s: (o, s + last_head[:, None])))
+    assert broken(record) == ["attend.lse"]
+    assert first(record).place.head == 1
