@@ -94,7 +94,7 @@ def _module(name: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise SubjectError(f"no module {error.name!r} on the import path or in {Path.cwd()}") from None
         raise SubjectError(f"{name}: {_reason(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SubjectError(f"{name}: {_reason(error)}") from error
 
 
@@ -111,7 +111,7 @@ def _module_of_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise SubjectError(f"{path}: {_reason(error)}") from error
     return module
@@ -123,7 +123,7 @@ def _extend_path(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """`NameError: name 'x' is not defined (my_kernel.py:12)`: the innermost line outside the import machinery."""
     lines = []
     trace = error.__traceback__
