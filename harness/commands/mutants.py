@@ -46,7 +46,8 @@ def mutants(
     """Run planted faults until the first finding, each in its own process.
 
     A mutant survives if `--max-cases` cases, and as many of a second seed, show nothing. Exit code 0: all were
-    killed; 1: a fault survived, was never reached, or a claim of equivalence was refuted; 2: could not run.
+    killed; 1: a fault survived, was never reached, or a claim of equivalence was refuted; 2: could not run, or our
+    own layer failed a case, so that nothing can be said by it.
     """
     from harness.engine.search import default_jobs
     from harness.mutants.display import print_row, print_summary
@@ -74,7 +75,8 @@ def mutants(
             case_timeout_s=case_timeout or (120.0 if cuda else 15.0),
             shrink_s=SHRINK_S if shrinks else 0.0,
         )
-        rows = Table(config, stream).run(chosen, report)
+        table = Table(config, stream)
+        rows = table.run(chosen, report)
     except TableError as error:
         raise Refusal(str(error)) from None
     figures = summary(rows) | {
@@ -84,7 +86,7 @@ def mutants(
         "jobs": config.jobs,
         "attention": attention,
     }
-    print_summary(rows, skipped, figures, to_stderr=as_json)
+    print_summary(rows, skipped, table.unsound, figures, to_stderr=as_json)
     if as_json:
         click.echo(
             json.dumps(
@@ -92,11 +94,12 @@ def mutants(
                     "mutants": [_as_json(row) for row in rows if not row.mutant.equivalent],
                     "equivalent": [_as_json(row) for row in rows if row.mutant.equivalent],
                     "not_applicable": [{"name": m.name, "needs": m.needs} for m in skipped],
+                    "unsound_cases": [{"case_id": r.case_id, "message": r.message} for r in table.unsound],
                     "summary": figures,
                 }
             )
         )
-    sys.exit(0 if all_right(rows) else 1)
+    sys.exit(2 if table.unsound else 0 if all_right(rows) else 1)
 
 
 def _as_json(row: Row) -> dict[str, Any]:

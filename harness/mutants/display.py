@@ -9,6 +9,7 @@ import click
 
 from harness.mutants.mutant import Mutant
 from harness.mutants.table import Row
+from reports.records import CaseRecord
 
 
 def print_row(row: Row, *, to_stderr: bool) -> None:
@@ -29,7 +30,12 @@ def print_row(row: Row, *, to_stderr: bool) -> None:
 
 
 def print_summary(
-    rows: Sequence[Row], skipped: Sequence[Mutant], figures: Mapping[str, Any], *, to_stderr: bool
+    rows: Sequence[Row],
+    skipped: Sequence[Mutant],
+    unsound: Sequence[CaseRecord],
+    figures: Mapping[str, Any],
+    *,
+    to_stderr: bool,
 ) -> None:
     """What is wrong with the table, then its figures."""
     lines = [""]
@@ -41,6 +47,8 @@ def print_summary(
             lines.append(f"{mutant.name} survived ({mutant.stage}, {mutant.detector} expected): {mutant.what}")
         elif row.verdict in ("unreached", "broken"):
             lines.append(f"{mutant.name} is {row.verdict}: {row.message}")
+    for record in unsound:
+        lines.append(f"{record.subject} itself fails case {record.case_id}: {record.status}: {record.message}")
     if skipped:
         names = ", ".join(f"{mutant.name} ({mutant.needs})" for mutant in skipped)
         lines.append(f"{len(skipped)} not applicable here: {names}")

@@ -1,7 +1,8 @@
 """The kill table: every mutant against the same cases, each in a process of its own.
 
 For each mutant, in this order: its forced-fail variant must fail on some case (`forced_fail.py`), or the mutant is
-`unreached`; then cases run until the first finding. A finding counts only if our own layer passes that very case.
+`unreached`; then cases run until the first finding. A finding counts only if our own layer passes that very case;
+a case that it fails is a fault of ours or of the harness, so that a table with such a case is not to be trusted.
 What meets all cases without a finding has survived, which is right for a mutant that carries a proof of equivalence
 and a hole in the harness otherwise.
 """
@@ -35,12 +36,13 @@ from reports.records import CaseRecord, Status
 Verdict = Literal["killed", "survived", "unreached", "broken"]
 """`broken`: it cannot be loaded, or the harness failed on it."""
 STREAMS = 2
+GIVEN_UP = "the table was given up"
 PATIENCE = 4
 """A time-out that no planted hang explains may be the machine's fault: the case gets so many times as long."""
 
 
 class TableError(Exception):
-    """The table means nothing: one line for the user."""
+    """There can be no table: one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ class Table:
     def __post_init__(self) -> None:
         self._scratch = tempfile.mkdtemp(prefix="mlacheck-")
         self._control = self._slot(f"ours[{self.config.attention}]", "control")
-        self._clean: dict[str, CaseRecord] = {}
+        self._clean: dict[str, bool] = {}
+        self.unsound: list[CaseRecord] = []
+        """What our own layer came to in cases that it fails."""
         self._lock, self._drawing = threading.Lock(), threading.Lock()
         self._stopped = False
 
@@ -123,7 +127,7 @@ class Table:
         """A row for each mutant, in their order; `report` gets each when it is known.
 
         Raises:
-            TableError: our own layer cannot be loaded, or fails a case.
+            TableError: our own layer cannot be loaded.
         """
         try:
             self._control.prepare()
@@ -137,7 +141,7 @@ class Table:
 
     def _reported(self, mutant: Mutant, report: Callable[[Row], None]) -> Row:
         if self._stopped:
-            return Row(mutant, "broken", message="the table was given up")
+            return Row(mutant, "broken", message=GIVEN_UP)
         try:
             row = self._one(mutant)
         except BaseException:
@@ -191,10 +195,11 @@ class Table:
                 record = self._run(slot, mutant, problem)
                 if record.status is Status.NOT_RUN:
                     return Row(mutant, "broken", cases=count, message=record.message, case_id=record.case_id)
-                if record.status.is_finding:
-                    self._require_clean(problem)
+                if record.status.is_finding and self._is_clean(problem):
                     seconds = time.monotonic() - started
                     return self._killed(slot, mutant, problem, record, count, seconds)
+            if self._stopped:
+                return Row(mutant, "broken", cases=count, message=GIVEN_UP)
             return Row(mutant, "survived", cases=count, seconds=time.monotonic() - started)
         finally:
             slot.stop()
@@ -205,18 +210,16 @@ class Table:
             record = slot.run(problem.to_json(), PATIENCE * self.config.case_timeout_s)
         return record
 
-    def _require_clean(self, problem: Problem) -> None:
-        """Our own layer passes this case. Raises TableError if it does not."""
+    def _is_clean(self, problem: Problem) -> bool:
+        """Our own layer passes this case. One that it fails proves nothing, and is remembered in `unsound`."""
         with self._lock:
             if problem.case_id not in self._clean:
                 limit = PATIENCE * self.config.case_timeout_s
-                self._clean[problem.case_id] = self._control.run(problem.to_json(), limit)
-            record = self._clean[problem.case_id]
-        if record.status.is_finding or record.status is Status.NOT_RUN:
-            raise TableError(
-                f"{record.subject} itself fails case {record.case_id}: {record.status}: {record.message}; "
-                f"no mutant can be judged by it"
-            )
+                record = self._control.run(problem.to_json(), limit)
+                self._clean[problem.case_id] = not record.status.is_finding and record.status is not Status.NOT_RUN
+                if not self._clean[problem.case_id]:
+                    self.unsound.append(record)
+            return self._clean[problem.case_id]
 
     def _killed(
         self, slot: Slot, mutant: Mutant, problem: Problem, record: CaseRecord, count: int, seconds: float
