@@ -82,7 +82,11 @@ class Suite:
             names = [full_name(name, stage, here) for name in subjects_of(config)]
         except ValueError as error:
             raise pytest.UsageError(f"mlacheck: {error}") from None
-        self.campaigns = [Campaign(name, self.folder / _slug(name), self.options) for name in names]
+        titles = _titles(names)
+        self.campaigns = {
+            title: Campaign(name, self.folder / _slug(title), self.options)
+            for title, name in zip(titles, names, strict=True)
+        }
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -91,7 +95,7 @@ class Suite:
 
     def pytest_report_header(self) -> str:
         """What is checked, and with which cases."""
-        names = ", ".join(short_name(campaign.subject) for campaign in self.campaigns)
+        names = ", ".join(self.campaigns)
         options = self.options
         return f"mlacheck: {names}; profile {options.profile}, {options.examples} cases, seed {options.seed}"
 
@@ -100,9 +104,8 @@ class Suite:
         """Add the checks behind the tests of the files, before -k and -m choose."""
         added: list[pytest.Item] = []
         root = CheckGroup.from_parent(session, name="mlacheck", nodeid="mlacheck")
-        for campaign in self.campaigns:
-            name = short_name(campaign.subject)
-            group = CheckGroup.from_parent(root, name=name, nodeid=f"mlacheck::{name}")
+        for title, campaign in self.campaigns.items():
+            group = CheckGroup.from_parent(root, name=title, nodeid=f"mlacheck::{title}")
             for check, question in checks_of(campaign.subject).items():
                 item = CheckItem.from_parent(group, name=check, campaign=campaign, question=question)
                 item.add_marker(pytest.mark.mlacheck)
@@ -114,7 +117,7 @@ class Suite:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """One line a subject: how many cases, how near to the bound, and where the run is."""
-        for campaign in self.campaigns:
+        for campaign in self.campaigns.values():
             line = campaign.summary()
             if line:
                 terminalreporter.write_line(f"mlacheck: {line}")
@@ -215,5 +218,16 @@ def _new_folder(config: pytest.Config) -> Path:
     return config.rootpath / "runs" / f"pytest-{stamp}-{secrets.token_hex(3)}"
 
 
-def _slug(name: str) -> str:
-    return "".join(char if char.isalnum() or char in "-_." else "-" for char in short_name(name))
+def _titles(names: list[str]) -> list[str]:
+    """A name for the test ids of each subject: short, different from the others, and without pytest's brackets."""
+    titles: list[str] = []
+    for name in names:
+        short = short_name(name).replace("[", "(").replace("]", ")")
+        same = sum(title.partition("#")[0] == short for title in titles)
+        titles.append(f"{short}#{same + 1}" if same else short)
+    return titles
+
+
+def _slug(title: str) -> str:
+    """The title as the name of a folder."""
+    return "".join(char if char.isalnum() or char in "-_.#" else "-" for char in title)

@@ -16,6 +16,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from harness import pytest_plugin
+from harness.checks.stages import STAGES as LAYER_STAGES
+
 KERNELS = '''
 import mlacheck
 from harness.subjects.skeletons.plan import my_plan
@@ -125,6 +128,12 @@ def test_can_checks_be_chosen_and_known_failures_be_listed(tmp_path: Path) -> No
     assert "1 passed, 5 deselected, 1 xfailed" in done.text
     assert done.lines("XFAIL mlacheck::kernels.py:wrong@merge::merge.lse")
     assert "off by a quarter" in done.text
+
+
+def test_have_subjects_ids_of_their_own_without_brackets() -> None:
+    names = ["ours[triton]", "/a/k.py:f@plan", "/b/k.py:f@plan", "/b/k.py:f@mask"]
+    assert pytest_plugin._titles(names) == ["ours(triton)", "k.py:f@plan", "k.py:f@plan#2", "k.py:f@mask"]
+    assert pytest_plugin.checks_of("ours[triton]").keys() == LAYER_STAGES.keys()
 
 
 def test_is_a_wrong_name_in_the_xfail_file_an_error(tmp_path: Path) -> None:
