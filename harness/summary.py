@@ -14,7 +14,7 @@ from harness.engine.search import Outcome
 from harness.engine.worker import HARNESS_STAGE
 from harness.findings.store import Finding
 from reports import tables
-from reports.coverage import read_coverage
+from reports.coverage import Coverage
 from reports.finding import headline, place_text, terms_text
 from reports.records import Status
 from reports.runs import RunMeta
@@ -39,13 +39,7 @@ def print_summary(
     print_table(out, "Stages (err/tol of the bounded checks)", tables.stage_table(tables.check_frame(rows)))
     print_table(out, "Power: share of such faults that a case would certainly reveal", tables.power_table(frame))
     print_table(out, "Sources", tables.source_table(frame))
-    features = tables.feature_table(frame, meta.features)
-    hit, known = features["hit"].sum(), features["of"].sum()
-    title = f"Features: {hit} of {known} reached (with the number of cases that exercised each)"
-    print_table(out, title, features[["name", "reached", "not_reached"]])
-    coverage = read_coverage(outcome.folder)
-    if coverage is not None:
-        print_table(out, f"{coverage.headline()}; the rarest:", tables.pair_table(coverage))
+    print_coverage(out, outcome.book.reached.coverage())
     for finding in findings:
         _print_finding(out, finding)
     for trace in outcome.book.broken:
@@ -90,6 +84,15 @@ def _print_finding(out: Console, finding: Finding) -> None:
             out.print(f"    the tolerance there: {terms_text(check.terms)}")
     out.print(f"  the case: {finding.size}")
     out.print(f"  {finding.replay_line}\n", soft_wrap=True)
+
+
+def print_coverage(out: Console, coverage: Coverage) -> None:
+    """The features by group, with the number of cases that had each, and the rarest pairs."""
+    features = tables.coverage_table(coverage).drop(columns=["hit", "of"])
+    if not features["cannot_occur"].any():
+        features = features.drop(columns="cannot_occur")
+    print_table(out, f"{coverage.features_headline()} (with the number of cases that had each)", features)
+    print_table(out, f"{coverage.headline()}; the rarest:", tables.pair_table(coverage))
 
 
 def print_table(out: Console, title: str, frame: pd.DataFrame) -> None:

@@ -15,7 +15,7 @@ from reports.runs import RunError
 
 FILE = "coverage.json"
 EXCLUDED = -1
-"""In the place of a count: no case can have both features."""
+"""In the place of a count: no case can have this feature, or both features of this pair."""
 
 
 class PairCount(NamedTuple):
@@ -32,7 +32,7 @@ class Coverage(Record):
 
     cases: int
     features: dict[str, int]
-    """Every feature there is, in a fixed order."""
+    """Every feature there is, in a fixed order: the number of cases, or `EXCLUDED`."""
     pairs: list[list[int]]
     """`pairs[i][k]`: cases with feature `i` and feature `i + 1 + k`, or `EXCLUDED`."""
 
@@ -47,8 +47,8 @@ class Coverage(Record):
         return sum(count > 0 for count in self.features.values())
 
     @property
-    def features_missed(self) -> list[str]:
-        return [name for name, count in self.features.items() if count == 0]
+    def features_possible(self) -> int:
+        return sum(count != EXCLUDED for count in self.features.values())
 
     @property
     def pairs_possible(self) -> int:
@@ -73,11 +73,17 @@ class Coverage(Record):
         """What a summary of a run says of it."""
         return {
             "features_reached": self.features_reached,
-            "features_total": len(self.features),
+            "features_total": self.features_possible,
             "pairs_reached": self.pairs_reached,
             "pairs_possible": self.pairs_possible,
             "pairs_reached_share": round(self.pairs_reached_share, 4),
         }
+
+    def features_headline(self) -> str:
+        """The features in one line."""
+        never = len(self.features) - self.features_possible
+        rest = f"; {never} cannot occur in this profile" if never else ""
+        return f"Features: {self.features_reached} of {self.features_possible} reached{rest}"
 
     def headline(self) -> str:
         """The pairs in one line."""

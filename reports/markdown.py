@@ -47,19 +47,19 @@ def run_markdown(run: Path) -> str:
         "",
     ]
     lines += _findings(run)
-    checks = tables.check_frame(rows)
+    checks, coverage = tables.check_frame(rows), read_coverage(run)
+    features = tables.feature_table(frame, meta.features) if coverage is None else tables.coverage_table(coverage)
     for title, table in (
         ("Paths and kernels", tables.path_table(frame)),
         ("Stages", tables.stage_table(checks)),
         ("Power: share of such faults that the cases would certainly reveal", tables.power_table(frame)),
         ("No power", tables.vacuous_table(frame)),
         ("Sources", tables.source_table(frame)),
-        ("Features", tables.feature_table(frame, meta.features)),
+        ("Features", features),
         ("Worst margins", _worst_cases(frame)),
     ):
         if not table.empty:
             lines += [f"## {title}", "", markdown_table(table), ""]
-    coverage = read_coverage(run)
     if coverage is not None:
         lines += ["## Pairs of features", "", f"{coverage.headline()}. The rarest:", ""]
         lines += [markdown_table(tables.pair_table(coverage)), ""]

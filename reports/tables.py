@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from reports.coverage import Coverage
+from reports.coverage import EXCLUDED, Coverage
 from reports.records import Status
 
 MANY_CHUNKS = 2
@@ -88,8 +88,13 @@ def feature_table(frame: pd.DataFrame, known: Iterable[str]) -> pd.DataFrame:
 
 
 def coverage_table(coverage: Coverage) -> pd.DataFrame:
-    """`feature_table` of counted cases."""
-    return _by_group(pd.DataFrame(coverage.features.items(), columns=["name", "cases"]))
+    """`feature_table` of counted cases, and which features cannot occur."""
+    features = coverage.features.items()
+    table = _by_group(pd.DataFrame([(n, c) for n, c in features if c != EXCLUDED], columns=["name", "cases"]))
+    never = pd.DataFrame(
+        [name.split(":", 1) for name, c in features if c == EXCLUDED], columns=["name", "cannot_occur"]
+    )
+    return table.merge(never.groupby("name")["cannot_occur"].agg(", ".join).reset_index(), "left").fillna("")
 
 
 def _by_group(table: pd.DataFrame) -> pd.DataFrame:

@@ -27,16 +27,13 @@ def coverage(profile: ProfileName, number: int, seed: int, as_json: bool) -> Non
     No kernel runs. Exit code 0.
     """
     from harness.display import console
-    from harness.summary import print_table
-    from reports.tables import coverage_table, pair_table
+    from harness.summary import print_coverage
 
     start = time.monotonic()
     reached = _drawn(profile, seed, number)
     seconds = round(time.monotonic() - start, 3)
     out = console(stderr=as_json)
-    features = coverage_table(reached)[["name", "reached", "not_reached"]]
-    print_table(out, f"Features: {reached.features_reached} of {len(reached.features)} reached", features)
-    print_table(out, f"{reached.headline()}; the rarest:", pair_table(reached))
+    print_coverage(out, reached)
     out.print(f"{reached.cases} cases of profile {profile} drawn in {seconds:.1f} s, seed {seed}")
     if as_json:
         numbers = {"profile": profile, "cases": reached.cases, "seed": seed, **reached.numbers(), "seconds": seconds}
@@ -51,7 +48,7 @@ def _drawn(profile: ProfileName, seed: int, number: int) -> Coverage:
     from harness.engine.driver import EPOCH, derived_seed, run_hypothesis
     from harness.problems.strategies import cases
 
-    counts = Counts()
+    counts = Counts(profile)
     seen = set[str]()
 
     def count(problem: Problem) -> None:

@@ -63,7 +63,7 @@ class Book:
     power: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
     """Sum and number of cases, for each fault class."""
     paths: Counter[str] = field(default_factory=Counter)
-    reached: Counts = field(default_factory=Counts)
+    reached: Counts = field(init=False)
     """Features and pairs of features."""
     searching: int = 0
     """Shards that still draw cases."""
@@ -73,6 +73,9 @@ class Book:
     search_ended: float | None = None
     shrink_deadline: float | None = None
     stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self.reached = Counts(self.config.profile)
 
     @property
     def search_seconds(self) -> float:

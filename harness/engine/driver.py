@@ -22,6 +22,7 @@ from harness.engine.coverage import Counts
 from harness.findings.shrink import shrink
 from harness.findings.store import fingerprint
 from harness.problems.problem import Problem
+from harness.problems.profiles import ProfileName
 from harness.subjects.domain import Domain
 from reports.records import CaseRecord
 
@@ -35,7 +36,7 @@ class Search:
 
     shard: int
     seed: int
-    profile: str
+    profile: ProfileName
     max_examples: int | None
     steer: bool
     strategy: str
@@ -118,7 +119,7 @@ def _search(task: Search, pipe: Connection) -> Finished:
     if task.domain is not None:
         strategy = strategy.map(task.domain.fit)
     seen: set[str] = set()
-    reached = Counts()
+    reached = Counts(task.profile)
 
     def one_case(problem: Problem) -> None:
         if problem.case_id in seen:

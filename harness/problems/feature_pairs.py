@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from harness.problems.features import FEATURES, single_valued
 from harness.problems.names import TOPK_KINDS
+from harness.problems.profiles import PROFILES, ProfileName
 
 Facts = dict[str, frozenset[str]]
 
@@ -128,6 +129,25 @@ def can_coincide(first: str, second: str) -> bool:
         return True
     one, other = _facts(first), _facts(second)
     return all(one[fact] & other[fact] for fact in one.keys() & other.keys())
+
+
+def impossible_features(name: ProfileName) -> frozenset[str]:
+    """Features that no case of a profile can have: its batches and sizes do not go so far."""
+    profile = PROFILES[name]
+    heads = {*profile.heads, *profile.published_heads}
+    longest = max(profile.max_query, profile.published_query, *profile.long_queries)
+    reached = {
+        "requests:5..": profile.max_requests >= 5,
+        "requests:3..4": profile.max_requests >= 3,
+        "chunks:6..": profile.max_chunks >= 6,
+        "query_len:258..": longest >= 258,
+        "heads:1": 1 in heads,
+        "heads:2": 2 in heads,
+        "heads:odd": any(h % 2 and h > 2 for h in heads),
+        "heads:even": any(h % 2 == 0 and h > 2 for h in heads),
+        "model:odd_dims": any(size % 2 for sizes in profile.sizes for size in sizes),
+    }
+    return frozenset(feature for feature, possible in reached.items() if not possible)
 
 
 def possible_pairs() -> list[tuple[str, str]]:
