@@ -8,7 +8,7 @@ import torch
 
 from harness.checks.attention import head_groups, rows_of_request
 from harness.checks.link import first_bad
-from harness.checks.power import ROWS, power_shares
+from harness.checks.power import ROWS, power_shares, vacuous_classes
 from harness.checks.readout import AttendShape, count_attended, first_difference, name_attended, shown_wrongly
 from harness.checks.stage_case import StageRun
 from harness.checks.stage_inputs import AttendCall, attend_calls, dense_allowed, pack_mask
@@ -45,6 +45,8 @@ class AttendJudge:
     def __init__(self, run: StageRun) -> None:
         self.run = run
         self.power = Power()
+        self.all_read_out = True
+        """Whether the keys of each call were read out: then no key fault can have escaped, whatever the power."""
         self.contract = run.subject.contract
         heads = run.problem.dims.heads
         self.sinks = torch.linspace(-2.0, 3.0, heads, device=run.facts.inputs.q.device)
@@ -62,6 +64,8 @@ class AttendJudge:
             )
             self._check_batch(first)
         self.run.record.power = power_shares(self.power)
+        if not self.all_read_out:
+            self.run.record.vacuous = vacuous_classes(self.run.record.power, STAGE)
         nothing = not any(sum(call.q_lens) for call in calls)
         return [] if nothing and first_bad(records) is None else records
 
@@ -93,7 +97,9 @@ class AttendJudge:
         result = self.parse(call, self.run.call(call.name, self.offered(call)))
         records = [passed(STAGE, "attend.shape")]
         launches = -(-max(call.k_lens, default=0) // (call.q.shape[1] * call.v.shape[2]))
-        keys = self._keys(call) if launches <= MAX_READOUT_LAUNCHES else []
+        read_out = launches <= MAX_READOUT_LAUNCHES
+        self.all_read_out &= read_out
+        keys = self._keys(call) if read_out else []
         if first_bad(keys) is not None:
             return [*keys, *records]
         numbers: list[CheckRecord] = []

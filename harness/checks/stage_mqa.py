@@ -10,7 +10,7 @@ import torch
 from harness.checks.attention import head_groups, rows_of_request
 from harness.checks.link import first_bad
 from harness.checks.mqa_inputs import MqaCall, absorbed_queries, mqa_calls
-from harness.checks.power import ROWS, power_shares
+from harness.checks.power import ROWS, power_shares, vacuous_classes
 from harness.checks.readout import first_difference
 from harness.checks.stage_case import StageRun
 from harness.checks.stage_result import (
@@ -51,6 +51,8 @@ class MqaJudge:
         self.contract = self.run.subject.contract
         self.lora = facts.problem.dims.kv_lora_rank
         self.power = Power()
+        self.all_read_out = True
+        """Whether the keys of each call were read out: then no key fault can have escaped, whatever the power."""
         self.sinks = torch.linspace(-2.0, 3.0, facts.problem.dims.heads, device=facts.inputs.q.device)
         self.q = absorbed_queries(facts)
 
@@ -69,6 +71,8 @@ class MqaJudge:
             )
             self._check_batch(first)
         self.run.record.power = power_shares(self.power)
+        if not self.all_read_out:
+            self.run.record.vacuous = vacuous_classes(self.run.record.power, STAGE)
         nothing = self.run.facts.num_tokens == 0
         return [] if nothing and first_bad(records) is None else records
 
@@ -98,7 +102,9 @@ class MqaJudge:
         result = self.call(call, self.q, call.kv)
         records = [passed(STAGE, "mqa.shape")]
         launches = -(-max((slots.shape[0] for slots in call.slots), default=0) // self.lora)
-        keys = self._keys(call) if launches <= MAX_READOUT_LAUNCHES else []
+        read_out = launches <= MAX_READOUT_LAUNCHES
+        self.all_read_out &= read_out
+        keys = self._keys(call) if read_out else []
         if first_bad(keys) is not None:
             return [*keys, *records]
         numbers: list[CheckRecord] = []

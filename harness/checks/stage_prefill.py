@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from harness.checks.link import first_bad
-from harness.checks.power import power_shares
+from harness.checks.power import power_shares, vacuous_classes
 from harness.checks.prefill import raw_power, raw_reference, requests_of
 from harness.checks.readout import first_difference
 from harness.checks.stage_case import StageRun
@@ -47,6 +47,8 @@ def judge(run: StageRun) -> list[CheckRecord]:
         keys = _keys(run)
         if first_bad(keys) is not None:
             return [*keys, *records]
+    if not keys:
+        run.record.vacuous = vacuous_classes(run.record.power, "prefill.raw")
     if first_bad(numbers) is None:
         run.check_repeat(
             "batch", lambda: _offered(run, _fresh(run)), lambda back, given: _parse(run, "batch", back, given).tensors()

@@ -398,3 +398,15 @@ def test_is_a_wrong_head_named_where_heads_are_judged_in_groups(monkeypatch: pyt
     record = judge("attend", wrong_attend(after=lambda o, s: (o, s + last_head[:, None])))
     assert broken(record) == ["attend.lse"]
     assert first(record).place.head == 1
+
+
+@pytest.mark.parametrize("stage", ["attend", "mqa", "prefill"])
+def test_is_a_case_without_power_called_vacuous_only_where_its_keys_were_not_read_out(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharp = RAGGED.replace(data=DataSpec(family="sharp", temperature=64.0, seed=2))
+    assert judge(stage, RIGHT[stage], sharp, PLAIN).vacuous == []
+    monkeypatch.setattr(f"harness.checks.stage_{stage}.MAX_READOUT_LAUNCHES", 0)
+    record = judge(stage, RIGHT[stage], sharp, PLAIN)
+    assert record.status is Status.PASS
+    assert any(name.endswith(":dropped") for name in record.vacuous)
