@@ -160,7 +160,13 @@ def test_are_the_cases_the_same_for_the_same_seed() -> None:
 
 
 def test_do_cases_with_more_new_features_come_first() -> None:
-    assert most_new_first([0b1, 0b111, 0b11000, 0b100001]) == [1, 2, 3, 0]
+    def elements(*numbers: int) -> frozenset[tuple[int, int, int]]:
+        return frozenset((number, 0, 0) for number in numbers)
+
+    sets = [elements(1), elements(1, 2, 3), elements(4, 5, 6, 1), elements(2, 7, 8)]
+    assert most_new_first(sets, 9) == [2, 1, 3, 0]
+    assert most_new_first(sets, 2) == [2, 1]
+    assert most_new_first([elements(1), elements(2)], 2) == [0, 1]
 
 
 def _fault(name: str, detector: str = "mask.bits", **fields: object) -> Mutant:
