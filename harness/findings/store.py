@@ -115,7 +115,8 @@ class Finding:
     def size(self) -> str:
         """How large the case is, in words."""
         p = self.problem
-        return f"{len(p.requests)} requests, {p.num_tokens} query tokens, {sum(p.seq_lens)} keys"
+        after = f", after {len(p.history)} other calls" if p.history else ""
+        return f"{len(p.requests)} requests, {p.num_tokens} query tokens, {sum(p.seq_lens)} keys{after}"
 
     @property
     def replay_line(self) -> str:
