@@ -164,8 +164,8 @@ def test_do_cases_with_more_new_features_come_first() -> None:
         return frozenset((number, 0, 0) for number in numbers)
 
     sets = [elements(1), elements(1, 2, 3), elements(4, 5, 6, 1), elements(2, 7, 8)]
-    assert most_new_first(sets, 9) == [2, 1, 3, 0]
-    assert most_new_first(sets, 2) == [2, 1]
+    assert most_new_first(sets, 9) == [2, 3, 1, 0]
+    assert most_new_first(sets, 2) == [2, 3]
     assert most_new_first([elements(1), elements(2)], 2) == [0, 1]
 
 
