@@ -86,7 +86,7 @@ def test_the_ci_profile_reaches_nearly_every_feature_in_300_cases() -> None:
 
 def test_full_size_cases_are_full_sized() -> None:
     full = drawn("gpu_full")
-    assert max(problem.num_tokens for problem in full) >= 8192
+    assert max(problem.num_tokens for problem in full) >= 8000  # the limit is 8,192; a draw need not reach it
     assert max(problem.max_context_len for problem in full) >= 30_000
     assert max(problem.dims.heads for problem in full) == 128
     assert max(problem.dims.topk for problem in full) <= 2048 + 64
