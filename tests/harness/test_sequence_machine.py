@@ -120,4 +120,4 @@ def test_the_machine_finds_a_mask_that_keeps_the_bits_of_the_call_before(monkeyp
 
     monkeypatch.setattr(optimized.mha_path, "build_topk_mask", build)
     with pytest.raises(AssertionError, match=r"mask\.bits"):
-        run_state_machine_as_test(LayerInUse, settings=settings(QUIET, max_examples=20, stateful_step_count=4))
+        run_state_machine_as_test(LayerInUse, settings=settings(QUIET, max_examples=100, stateful_step_count=5))
