@@ -69,8 +69,12 @@ class Campaign:
             properties.append(("worst_margin", round(worst, 4)))
         if broken:
             return Outcome("failed", self._failure(check, broken, len(records)), properties)
-        if judged == 0:
-            return Outcome("skipped", "no case judged it: not promised by the contract, or not reached", properties)
+        stopped = sum(record.status.is_finding for record in records) - len(broken)
+        if judged == 0 and not stopped:
+            return Outcome("skipped", "not promised by the contract: no case judged it", properties)
+        if stopped and not check.endswith(".run"):  # a case that failed later did run
+            text = f"not reached in {stopped} of {len(records)} cases, which failed before it; passed in {judged}"
+            return Outcome("skipped", text, properties)
         return Outcome("passed", properties=properties)
 
     def summary(self) -> str:

@@ -22,6 +22,9 @@ from reports.runs import RunMeta
 MAX_CHECKS_SHOWN = 4
 MAX_REASONS_SHOWN = 3
 
+NO_TOLERANCE = 1e299
+"""A margin from here on stands for infinity: something was wrong where nothing is rounded."""
+
 
 def print_summary(
     rows: list[dict[str, Any]],
@@ -76,7 +79,7 @@ def _print_finding(out: Console, finding: Finding) -> None:
     out.print(verdict, style="bold red")
     out.print(f"  {headline(record)}", soft_wrap=True)
     for check in [check for check in record.checks if check.status.is_finding][:MAX_CHECKS_SHOWN]:
-        margin = "" if check.margin is None else f"err/tol {check.margin:.3g}"
+        margin = "" if check.margin is None or check.margin >= NO_TOLERANCE else f"err/tol {check.margin:.3g}"
         message = "" if check.message in headline(record) else check.message
         parts = [part for part in (place_text(check.place), margin, message) if part]
         out.print(f"  {check.check}: {'; '.join(parts) or check.status.value}", soft_wrap=True)

@@ -58,8 +58,11 @@ def build_prefill_metadata(
     `max_context_chunk` defaults to the budget and `split_alignment` to the block size. The workspace for the
     chunks is allocated here, on the device of `block_table`.
 
-    Raises ValueError for lengths that differ in number or are negative, and for a budget below the alignment.
+    Raises TypeError for a block table that is no tensor, ValueError for lengths that differ in number or are
+    negative, and for a budget below the alignment.
     """
+    if not isinstance(block_table, torch.Tensor):
+        raise TypeError(f"block_table is a {type(block_table).__name__}, must be a torch.Tensor")
     if len(query_lens) != len(context_lens):
         raise ValueError(
             f"query_lens has {len(query_lens)} entries and context_lens {len(context_lens)}: they must be equal"

@@ -162,11 +162,16 @@ def compare_bounded(
     if worst <= 1.0:
         return passed(stage, check, worst, median, watch=watch)
     index = unravel(int(flat), actual.shape)
-    message = (
-        f"{check} is {value[index].item():.9g}, must be {expected[index].item():.9g} within "
-        f"{tolerance[index].item():.3g}: error {error[index].item():.3g} is {worst:.3g} x the tolerance "
-        f"({int((ratio > 1).sum())} of {ratio.numel()} elements beyond it)"
-    )
+    beyond = f"({int((ratio > 1).sum())} of {ratio.numel()} elements beyond it)"
+    found, right, far = (x[index].item() for x in (value, expected, error))
+    if math.isfinite(worst):
+        allowed = tolerance[index].item()
+        message = (
+            f"{check} is {found:.9g}, must be {right:.9g} within {allowed:.3g}: error {far:.3g} is {worst:.3g} x the "
+            f"tolerance {beyond}"
+        )
+    else:
+        message = f"{check} is {found:.9g}, must be exactly {right:.9g}: nothing is rounded there {beyond}"
     shares = term_shares(terms, index) if terms else None
     if shares:
         message += "; tolerance from " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items())

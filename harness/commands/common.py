@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import IO, Any
 
 import click
 
 from harness.subjects.names import full_name, is_user_code, split_name
 
-SECONDS = click.FloatRange(min=0, min_open=True)
+
+class _Seconds(click.FloatRange):
+    """A finite time above 0: NaN passes every comparison of a plain range, and would never end a run."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is not a finite number of seconds", param, ctx)
+        return seconds
+
+
+SECONDS = _Seconds(min=0, min_open=True)
 """Type of every option that takes a time."""
 
 

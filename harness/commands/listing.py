@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+PIPED_WIDTH = 500
 JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of stdout.")
 
 
@@ -66,7 +68,11 @@ def _show(title: str, columns: list[str], rows: list[dict[str, Any]], as_json: b
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*columns, title=f"{len(rows)} {title}", box=None, title_justify="left")
+    # a name is there to be copied: it is never cut, and what is piped is not wrapped
+    table = Table(title=f"{len(rows)} {title}", box=None, title_justify="left")
+    for column in columns:
+        table.add_column(column, no_wrap=column in ("name", "id"), overflow="ignore")
     for row in rows:
         table.add_row(*(str(row[column]) for column in columns))
-    Console(soft_wrap=True, markup=False, highlight=False).print(table)
+    width = None if sys.stdout.isatty() else PIPED_WIDTH
+    Console(width=width, markup=False, highlight=False).print(table)

@@ -104,7 +104,6 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
             find_mutant(mutant_name(config.subject))
         except MutantError as error:
             raise CannotRun(str(error)) from None
-    observer.starting(config)
     context = fork_context(config.preload)
     scratch = tempfile.mkdtemp(prefix="mlacheck-")
     gpus = gpu_count()
@@ -131,6 +130,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
             domain = slots[0].domain()
         except SubjectRefused as error:
             raise CannotRun(str(error)) from None
+        observer.starting(config)
         with Journal(config.out) as journal:
             store = FindingStore(config.out / "findings", facts)
             book = Book(config, journal, store, domain, searching=config.jobs)

@@ -82,7 +82,8 @@ def _load(spec: WorkerSpec) -> Callable[[Problem, str], CaseRecord]:
     if spec.subject.startswith(MUTANT_PREFIX):
         _named("harness.mutants.patch:install")(mutant_name(spec.subject))
     checker: Callable[[Problem, str], CaseRecord] = _named(spec.checker)
-    _named(spec.resolver)(spec.subject)
+    subject = _named(spec.resolver)(spec.subject)
+    getattr(subject, "require_runnable", bool)()  # raises NotRunnable, with the reason
     if "torch" in sys.modules:
         import torch
 
@@ -102,7 +103,7 @@ def prepare(spec: WorkerSpec) -> dict[str, str]:
     except SubjectRefused:
         raise
     except Exception as error:
-        if type(error).__name__ in ("SubjectError", "MutantError"):
+        if type(error).__name__ in ("SubjectError", "MutantError", "NotRunnable"):
             raise SubjectRefused(str(error)) from None
         raise SubjectRefused(f"{spec.subject}: {type(error).__name__}: {one_line(str(error))}") from None
     return describe()

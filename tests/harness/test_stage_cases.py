@@ -309,7 +309,7 @@ OTHER_FAULTS: dict[str, tuple[str, Callable[..., Any], str, str]] = {
     "padding": ("mask", short_mask, "mask.shape", "must be"),
     "a row": ("gather", one_row_off, "gather.rows", "must be exactly"),
     "a stray write": ("gather", too_far, "guard.dst", "behind"),
-    "base": ("merge", base_2_merge, "merge.lse", "x the tolerance"),
+    "base": ("merge", base_2_merge, "merge.lse", "must be exactly"),
     "budget": ("plan", one_chunk_more, "plan.chunks", "must be"),
 }
 
