@@ -8,6 +8,7 @@ _MASK = "mask.py"
 _PACKED = "packed = _packed_rows(topk_indices_per_req, sum(lens))"
 _TO_DEVICE = "query_start_loc = starts.to(mask.device)"
 
+# the dispatch asks `topk_mask_shape` whether masks fit, so that a wrong shape may show as a wrong path first
 BUILDER_MUTANTS = (
     mutant(
         "mask_rows_padded_layout",
@@ -65,6 +66,7 @@ BUILDER_MUTANTS = (
         "mask.shape",
         "Query rows are always rounded up to 128, although longer calls use tiles of 256.",
         (_MASK, "tile_m = 128 if max_query_len <= 128 else 256", "tile_m = 128"),
+        also=("dispatch",),
     ),
     mutant(
         "mask_words_rounded_down",
@@ -74,6 +76,7 @@ BUILDER_MUTANTS = (
         "mask.shape",
         "The last partial word of a row is not counted.",
         (_MASK, "words = math.ceil(max_key_len / BITS_PER_WORD)", "words = max_key_len // BITS_PER_WORD"),
+        also=("dispatch",),
     ),
     mutant(
         "mask_key_start_word_not_counted",
@@ -83,6 +86,7 @@ BUILDER_MUTANTS = (
         "mask.shape",
         "The reserved word is not counted in the row length, so that it lies on the last data word.",
         (_MASK, " + int(reserve_key_starts_word)\n", "\n"),
+        also=("dispatch",),
     ),
     mutant(
         "mask_start_locs_freed",

@@ -175,9 +175,9 @@ class Table:
         finally:
             slot.stop()
 
-    def _cases(self) -> Iterator[Problem]:
+    def _cases(self, streams: int = STREAMS) -> Iterator[Problem]:
         """The first stream, and the second for what outlives it; both end when the table is given up."""
-        for index in range(STREAMS):
+        for index in range(streams):
             with self._drawing:
                 cases = self.streams(index)
             for problem in cases:
@@ -191,7 +191,7 @@ class Table:
         try:
             slot.prepare()
             count = 0
-            for count, problem in enumerate(self._cases(), 1):
+            for count, problem in enumerate(self._cases(1 if mutant.equivalent else STREAMS), 1):
                 record = self._run(slot, mutant, problem)
                 if record.status is Status.NOT_RUN:
                     return Row(mutant, "broken", cases=count, message=record.message, case_id=record.case_id)
