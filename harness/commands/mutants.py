@@ -27,14 +27,7 @@ SHRINK_S = 30.0
 @click.option("--profile", type=click.Choice(list(LIMITS)), default="quick", show_default=True)
 @click.option("--max-cases", type=click.IntRange(min=1), default=200, show_default=True, help="Cases for a mutant.")
 @click.option("--jobs", type=click.IntRange(min=1, max=256), help="Mutants side by side; default: one a core.")
-@click.option(
-    "--subject-attention",
-    "attention",
-    type=click.Choice(["triton", "fa4"]),
-    default="triton",
-    show_default=True,
-    help="Attention kernel of the layer that is patched.",
-)
+@click.option("--subject-attention", "attention", type=click.Choice(["triton", "fa4"]), default="triton")
 @click.option("--case-timeout", type=SECONDS, metavar="S", help="HANG after so long; default: 15, on a GPU 120.")
 @click.option("--shrink/--no-shrink", "shrinks", default=False, help="Make killing cases smaller, 30 s each.")
 @click.option("--json", "as_json", is_flag=True, help="The table as one JSON object on the last line of stdout.")
@@ -52,8 +45,7 @@ def mutants(
 ) -> None:
     """Run planted faults until the first finding, each in its own process.
 
-    A mutant survives if `--max-cases` cases, and as many of a second seed (for profile quick: of profile ci, whose
-    cases are larger), show nothing. Exit code 0: all were
+    A mutant survives if `--max-cases` cases, and as many of a second seed, show nothing. Exit code 0: all were
     killed; 1: a fault survived, was never reached, or a claim of equivalence was refuted; 2: could not run, or our
     own layer failed a case, so that nothing can be said by it.
     """
@@ -69,8 +61,7 @@ def mutants(
 
     @cache
     def stream(index: int) -> list[Problem]:
-        larger: ProfileName = "ci" if profile == "quick" else profile
-        return case_stream(larger if index else profile, seed + index, max_cases)
+        return case_stream(profile, seed + index, max_cases)
 
     def report(row: Row) -> None:
         print_row(row, to_stderr=as_json)
