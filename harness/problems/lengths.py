@@ -16,9 +16,6 @@ from harness.problems.profiles import Profile
 
 Lengths = list[tuple[int, int]]
 """(context_len, query_len) of each request"""
-RULE_KINDS: tuple[TopkKind, ...] = ("future", "past_end", "duplicates")
-"""Kinds whose rows hold keys that do not count: what causality, the end of a sequence and the word set ask for shows
-in these alone, so that they are drawn more often."""
 
 
 class Room(NamedTuple):
@@ -60,7 +57,7 @@ def shapes(profile: Profile, room: Room) -> SearchStrategy[list[Shape]]:
         between(1, max(room.query, 2)),
         weighted(*contexts),
         between(1, room.context),
-        weighted(("random", 3), *((kind, 3 if kind in RULE_KINDS else 1) for kind in TOPK_KINDS)),
+        weighted(("random", 3), *((kind, 1) for kind in TOPK_KINDS)),
     )
     counts = [(n, w) for n, w in ((1, 34), (2, 30), (3, 20), (4, 8), (6, 4), (8, 4)) if n <= profile.max_requests]
     sizes = weighted(*counts, (0, 1))
