@@ -17,7 +17,9 @@ def print_row(row: Row, *, to_stderr: bool) -> None:
     mutant = row.mutant
     parts = [f"{row.verdict:9} {mutant.name:42} {mutant.fault:5}"]
     if row.verdict == "killed":
-        stage = f"stage {row.named}" if row.localized else f"stage {row.named}, planted in {mutant.stage}"
+        stage = f"stage {row.named}" if row.named else "no stage named"
+        if not row.localized:
+            stage += f", planted in {mutant.stage}"
         parts.append(f"{row.by}, {stage}, {row.cases} cases, {row.seconds:.1f} s")
         if row.size is not None:
             size = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in row.size.items())

@@ -66,7 +66,7 @@ EQUIVALENT_MUTANTS = (
             "block_n = min(max(next_power_of_2(max_seqlen_k), 32), 128)",
             "block_n = min(max(next_power_of_2(max_seqlen_k), 32), 128 if max_seqlen_q > 9 else 64)",
         ),
-        needs="triton",
+        needs="cpu",
         equivalent=(
             "The contract does not promise bits that are independent of the batch. A smaller tile only orders the "
             "same float32 sums differently, and the bound holds for every order (its chain counts all keys)."

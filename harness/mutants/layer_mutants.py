@@ -185,5 +185,10 @@ LAYER_MUTANTS = (
             "        low = (a[:, :half].float() @ b[:half].float()).to(a.dtype)\n"
             "        return low + (a[:, half:].float() @ b[half:].float()).to(a.dtype)",
         ),
+        (
+            _PROJECTION,
+            "        return a @ b\n",
+            "        half = a.shape[1] // 2\n        return a[:, :half] @ b[:half] + a[:, half:] @ b[half:]\n",
+        ),
     ),
 )

@@ -71,6 +71,7 @@ MQA_MUTANTS = (
             "slot_rows = slots_ptr + rows[:, None] * stride_it",
             "slot_rows = slots_ptr + ((rows[:, None] * stride_it) & 0xFF)",
         ),
+        (_KERNEL, "slot_rows = slots_ptr + row * stride_it", "slot_rows = slots_ptr + ((row * stride_it) & 0xFF)"),
     ),
     mutant(
         "mqa_rope_offset_wraps",

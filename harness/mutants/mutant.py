@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Needs = Literal["triton", "fa4", "cuda"]
+Needs = Literal["triton", "fa4", "cuda", "cpu"]
 """Where a mutant applies: `triton` our Triton attention kernel, `fa4` FlashAttention-4 on a GPU, `cuda` a compiled
-kernel on a GPU (the interpreter runs one thread, so that no order of threads can be lost in it)."""
+kernel on a GPU (the interpreter runs one thread, so that no order of threads can be lost in it), `cpu` code that only
+interpreted kernels have."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,13 @@ class Mutant:
         """Whether the patched code can run with this attention kernel, on a GPU or without one."""
         if self.needs is None:
             return True
-        return {"triton": attention == "triton", "fa4": attention == "fa4" and cuda, "cuda": cuda}[self.needs]
+        usable = {
+            "triton": attention == "triton",
+            "fa4": attention == "fa4" and cuda,
+            "cuda": attention == "triton" and cuda,
+            "cpu": not cuda,
+        }
+        return usable[self.needs]
 
 
 class MutantError(ValueError):

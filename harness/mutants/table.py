@@ -91,7 +91,7 @@ def choose(
 ) -> tuple[list[Mutant], list[Mutant]]:
     """`(to run, not applicable)`: those that match any pattern (all without one), then `sample` of them at random.
 
-    Raises TableError for a pattern that matches nothing.
+    Raises TableError for a pattern that matches nothing, and if nothing is left to run.
     """
     for pattern in patterns:
         if not any(fnmatchcase(mutant.name, pattern) for mutant in mutants):
@@ -99,8 +99,11 @@ def choose(
     wanted = [m for m in mutants if not patterns or any(fnmatchcase(m.name, p) for p in patterns)]
     usable = [m for m in wanted if m.applies(attention, cuda=cuda)]
     skipped = [m for m in wanted if not m.applies(attention, cuda=cuda)]
+    if not usable:
+        raise TableError(f"none of the {len(wanted)} mutants applies with attention {attention!r} on this machine")
     if sample is not None and sample < len(usable):
-        names = set(random.Random(seed).sample([m.name for m in usable if not m.equivalent], sample))
+        real = [m.name for m in usable if not m.equivalent]
+        names = set(random.Random(seed).sample(real, min(sample, len(real))))
         usable = [m for m in usable if m.name in names]
     return usable, skipped
 
@@ -127,17 +130,28 @@ class Table:
         """A row for each mutant, in their order; `report` gets each when it is known.
 
         Raises:
-            TableError: our own layer cannot be loaded.
+            TableError: our own layer cannot run here.
         """
         try:
-            self._control.prepare()
+            self._require_runnable()
             with ThreadPoolExecutor(self.config.jobs) as threads:
-                return list(threads.map(lambda mutant: self._reported(mutant, report), mutants))
+                try:
+                    return list(threads.map(lambda mutant: self._reported(mutant, report), mutants))
+                except BaseException:
+                    self._stopped = True  # leaving the block waits for what is queued
+                    raise
         except SubjectRefused as error:
             raise TableError(str(error)) from None
         finally:
             self._control.stop()
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _require_runnable(self) -> None:
+        self._control.prepare()
+        for problem in self.streams(0)[:1]:
+            record = self._control.run(problem.to_json(), PATIENCE * self.config.case_timeout_s)
+            if record.status is Status.NOT_RUN:
+                raise TableError(record.message)
 
     def _reported(self, mutant: Mutant, report: Callable[[Row], None]) -> Row:
         if self._stopped:

@@ -182,11 +182,16 @@ def test_are_mutants_chosen_by_name_and_by_lot() -> None:
     draws = [choose(many, [], 5, seed, "triton", cuda=False)[0] for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
     assert all(len(draw) == 5 and not any(m.equivalent for m in draw) for draw in draws)
+    with pytest.raises(TableError, match="none of the 1 mutants applies"):
+        choose(many, ["gpu"], None, 1, "triton", cuda=False)
+    assert choose(many, ["same"], 1, 1, "triton", cuda=False)[0] == [many[-1]]
     with pytest.raises(TableError, match="--only x"):
         choose(many, ["x*"], None, 1, "triton", cuda=False)
     assert _fault("a", needs="fa4").applies("fa4", cuda=True)
     assert not _fault("a", needs="fa4").applies("fa4", cuda=False)
     assert not _fault("a", needs="triton").applies("fa4", cuda=True)
+    assert not _fault("a", needs="cuda").applies("fa4", cuda=True)
+    assert not _fault("a", needs="cpu").applies("triton", cuda=True)
 
 
 Answer = Callable[[str, Problem, float | None], CaseRecord]
@@ -293,6 +298,14 @@ def test_does_a_case_that_our_own_layer_fails_kill_nothing(monkeypatch: pytest.M
     (row,) = _run(monkeypatch, [_fault("m")], answer, unsound=unsound)
     assert (row.verdict, row.cases) == ("killed", 4)
     assert unsound == [CASES[1].case_id]
+
+
+def test_is_a_layer_that_cannot_run_here_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(subject: str, case: Problem, timeout_s: float | None) -> CaseRecord:
+        return _record(case, Status.NOT_RUN, "prefill", "no CUDA GPU")
+
+    with pytest.raises(TableError, match="no CUDA GPU"):
+        _run(monkeypatch, [_fault("m")], answer)
 
 
 def test_is_a_killing_case_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
