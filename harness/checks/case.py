@@ -95,7 +95,8 @@ def _judge(
         message = "a masked path was forced although its masks do not fit the workspace: ValueError expected"
         return [failed("dispatch", "dispatch.refusal", message), *guards]
     facts = Facts(problem, inputs, subject.contract)
-    checks = _stages(facts, subject, outcome, record, once=once)
+    asks_relation = not once and int(problem.case_id, 16) % RELATION_EVERY == 1 and first_bad(guards) is None
+    checks = _stages(facts, subject, outcome, record, asks_relation=asks_relation)
     # stages are judged on the inputs as they are now: where the call changed them, that comes first
     changed = any(guard.check == "guard.inputs" and guard.status.is_finding for guard in guards)
     checks = guards + checks if changed else checks + guards
@@ -105,7 +106,7 @@ def _judge(
 
 
 def _stages(
-    facts: Facts, subject: PrefillSubject, outcome: PrefillOutcome, record: CaseRecord, *, once: bool
+    facts: Facts, subject: PrefillSubject, outcome: PrefillOutcome, record: CaseRecord, *, asks_relation: bool
 ) -> list[CheckRecord]:
     problem, trace = facts.problem, outcome.trace
     wrong = check_result_shape(facts, outcome.out, outcome.lse)
@@ -149,9 +150,10 @@ def _stages(
     record.power = power_shares(power)
     record.vacuous = vacuous_classes(record.power, judged_by)
     checks += check_raw(facts, out, outcome.lse, exact)
-    if not once and int(problem.case_id, 16) % RELATION_EVERY == 1 and first_bad(checks) is None:
+    if asks_relation and first_bad(checks) is None:
         base = Base(facts, subject, expected, out, outcome.lse, exact)
-        checks += check_related(base, lambda *run: _stages(run[0], subject, run[1], record.model_copy(), once=True))
+        aside = record.model_copy()
+        checks += check_related(base, lambda *run: _stages(run[0], subject, run[1], aside, asks_relation=False))
     return checks
 
 

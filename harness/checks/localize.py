@@ -3,10 +3,13 @@
 The call is repeated as read-outs (`readout.py`) with the same structure and mask. If the output does not even show a
 V that all keys share, or does not show the keys that LSE counts, it is the output that is wrong. Else, if the named
 sets differ from the mask, the kernel or its mask mod read the mask wrongly, and row, key, word and bit are known; if
-they agree, the fault is in the arithmetic.
+they agree, each key through one head, but some head counts another number of keys, that head read another mask; else
+the fault is in the arithmetic.
 """
 
 from __future__ import annotations
+
+import torch
 
 from harness.checks.attend import allowed_of_call
 from harness.checks.readout import (
@@ -21,6 +24,8 @@ from optimized.trace import AttendEvent
 from reports.records import CheckRecord
 
 MAX_READOUT_LAUNCHES = 64
+COUNT_ERROR = 0.01
+"""So far may `exp(LSE)` be from the number of keys; the float32 error of LSE gives 1e-6 of the number."""
 
 
 def shape_of(event: AttendEvent) -> AttendShape:
@@ -87,5 +92,31 @@ def explain_attend(record: CheckRecord, event: AttendEvent, attend: Attend) -> C
         stage = "mask_mod" if event.mask is not None else record.stage
         message = f"{event.call}, request {place.request}: {difference.describe(start)}; {record.message}"
         return record.model_copy(update={"stage": stage, "place": place, "message": message})
+    other = _other_count(event, counts)
+    if other is not None and event.mask is not None:
+        at_head, note = other
+        where = record.place.model_copy(update={**at_head, "column": None})
+        return record.model_copy(update={"stage": "mask_mod", "place": where, "message": f"{note}; {record.message}"})
     note = "; every row attended exactly its keys: the arithmetic is wrong (scores, exponentials, P, V or stores)"
     return record.model_copy(update={"message": record.message + note})
+
+
+def _other_count(event: AttendEvent, counts: torch.Tensor) -> tuple[dict[str, int], str] | None:
+    """Place and description of the first row and head which count a wrong number of keys; counts `[H, Tq]`.
+
+    Only whole numbers are counts: anything else is a wrong LSE. So is a one in a row without keys, an LSE of 0.
+    """
+    for request in range(len(event.cu_seqlens_q) - 1):
+        rows = slice(event.cu_seqlens_q[request], event.cu_seqlens_q[request + 1])
+        found = counts[:, rows]
+        right = allowed_of_call(event, request).sum(dim=1)
+        whole = found.isfinite() & ((found - found.round()).abs() < COUNT_ERROR)
+        wrong = whole & (found.round() != right) & ~((right == 0) & (found.round() == 1))
+        if not bool(wrong.any()):
+            continue
+        row, head = (int(i) for i in wrong.t().nonzero()[0])
+        place = {"request": event.first_request + request, "row": row, "head": head}
+        place["token"] = event.first_token + rows.start + row
+        note = f"row {row} counts {int(found[head, row].round())} keys in head {head}, must be {int(right[row])}"
+        return place, f"{event.call}, request {place['request']}: {note}: this head reads another mask"
+    return None
