@@ -9,6 +9,7 @@ output must be that V, whatever keys were attended.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -85,30 +86,30 @@ def count_attended(attend: Attend, shape: AttendShape) -> torch.Tensor:
     return counted
 
 
-def name_attended(attend: Attend, shape: AttendShape) -> list[torch.Tensor]:
-    """For each request bool `[q_len, k_len]`: whether the row attended the key (key positions in the segment)."""
-    batch = len(shape.cu_seqlens_q) - 1
-    q_lens = [shape.cu_seqlens_q[i + 1] - shape.cu_seqlens_q[i] for i in range(batch)]
-    k_lens = [shape.cu_seqlens_k[i + 1] - shape.cu_seqlens_k[i] for i in range(batch)]
+def name_attended(attend: Attend, shape: AttendShape, head: int | None = None) -> list[torch.Tensor]:
+    """For each request bool `[q_len, k_len]`: whether the row attended the key (key positions in the segment).
+
+    Each key is shown by one head only, or all of them by `head`, which takes `H` times as many launches.
+    """
+    q_starts, k_starts = shape.cu_seqlens_q, shape.cu_seqlens_k
+    k_lens = [stop - start for start, stop in pairwise(k_starts)]
     named = [
-        torch.zeros(q_len, k_len, dtype=torch.bool, device=shape.device)
-        for q_len, k_len in zip(q_lens, k_lens, strict=True)
+        torch.zeros(q_starts[i + 1] - q_starts[i], k_len, dtype=torch.bool, device=shape.device)
+        for i, k_len in enumerate(k_lens)
     ]
-    window = shape.heads * shape.v_width
+    heads = slice(None) if head is None else slice(head, head + 1)
+    window = shape.v_width * (shape.heads if head is None else 1)
     for base in range(0, max(k_lens, default=0), window):
-        v = torch.zeros(shape.cu_seqlens_k[-1], shape.heads, shape.v_width, dtype=shape.dtype, device=shape.device)
-        for request, k_len in enumerate(k_lens):
-            shown = min(window, k_len - base)
-            if shown > 0:
-                slot = torch.arange(shown, device=shape.device)
-                row = shape.cu_seqlens_k[request] + base + slot
-                v[row, slot // shape.v_width, slot % shape.v_width] = 1.0
+        v = torch.zeros(k_starts[-1], shape.heads, shape.v_width, dtype=shape.dtype, device=shape.device)
+        for start, k_len in zip(k_starts, k_lens, strict=False):
+            slot = torch.arange(min(window, max(k_len - base, 0)), device=shape.device)
+            v[start + base + slot, slot // shape.v_width + (head or 0), slot % shape.v_width] = 1.0
         out, _ = _call(attend, shape, v)
-        seen = (out > 0).flatten(1)
+        seen = (out[:, heads] > 0).flatten(1)
         for request, k_len in enumerate(k_lens):
             shown = min(window, k_len - base)
             if shown > 0:
-                rows = slice(shape.cu_seqlens_q[request], shape.cu_seqlens_q[request + 1])
+                rows = slice(q_starts[request], q_starts[request + 1])
                 named[request][:, base : base + shown] = seen[rows, :shown]
     return named
 

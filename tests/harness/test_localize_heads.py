@@ -36,6 +36,11 @@ def _empty_rows_count_one(*args: Any, **rest: Any) -> tuple[Tensor, Tensor]:
     return out, torch.where(torch.isneginf(lse), 0.0, lse)
 
 
+def _lse_transposed(*args: Any, **rest: Any) -> tuple[Tensor, Tensor]:
+    out, lse = triton_masked_mha(*args, **rest)
+    return out, lse.t().reshape(lse.shape)
+
+
 def _explained(name: str, kernel: Any) -> tuple[CheckRecord, AttendEvent]:
     event: AttendEvent = traced(name).event(AttendEvent, "suffix")
     starts = (torch.tensor(x, dtype=torch.int32) for x in (event.cu_seqlens_q, event.cu_seqlens_k))
@@ -53,8 +58,23 @@ def test_is_a_head_with_another_mask_named() -> None:
     assert event.max_seqlen_k <= event.v.shape[2], "else the naming read-out may show it"
     assert record.stage == "mask_mod"
     assert record.place.head == 1
-    assert "keys in head 1, must be" in record.message
-    assert record.message.split(": ")[0].startswith("suffix, request")
+    assert record.message.startswith("suffix, request 0, head 1 alone: row 0 attended key 0 (word 1, bit 8)")
+    assert (record.place.row, record.place.key, record.place.word, record.place.bit) == (0, 0, 1, 8)
+
+
+def test_is_a_misplaced_lse_no_other_mask() -> None:
+    record, _ = _explained("one_request", _lse_transposed)
+    assert record.stage == "attend"
+    assert "and the output shows the right keys: the LSE is wrong, not the set" in record.message
+
+
+@pytest.mark.parametrize("kernel", [_lse_transposed, _head_1_of_neighbour])
+def test_are_many_keys_not_named_through_one_head(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.checks.localize.MAX_READOUT_LAUNCHES", 0.5)  # windows of one launch: 2 heads hold k
+    record, event = _explained("global_mask", kernel)
+    assert event.max_seqlen_k > 0.5 * event.v.shape[2]
+    assert record.stage == "attend"
+    assert record.message.endswith("another mask, or LSE misplaced")
 
 
 def test_is_a_wrong_lse_of_an_empty_row_no_other_mask() -> None:
