@@ -7,10 +7,11 @@ import pkgutil
 import sys
 from dataclasses import dataclass
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import Phase
 
 import optimized
 from harness.checks.case import default_device
+from harness.engine.driver import run_hypothesis
 from harness.problems.problem import Problem
 from harness.problems.strategies import cases
 from harness.problems.tensors import build_inputs
@@ -70,20 +71,13 @@ def unseen_problems(count: int, search_seed: int) -> list[Problem]:
     """Drawn problems of one set of dims, so that only lengths, layouts and top-k sets differ."""
     found: list[Problem] = []
 
-    @seed(search_seed)
-    @settings(
-        max_examples=40 * count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(cases("gpu_small"))
     def collect(problem: Problem) -> None:
         if len(found) < count and problem.num_tokens and problem.paging.kv_cache_dtype == "auto":
             found.append(problem)
 
-    collect()
+    run_hypothesis(
+        collect, cases("gpu_small"), run_seed=search_seed, max_examples=40 * count, phases=(Phase.generate,)
+    )
     return found
 
 

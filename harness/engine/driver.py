@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, event, given, seed, settin
 from hypothesis.strategies import SearchStrategy
 
 from harness.engine.coverage import Counts
+from harness.engine.steady import no_local_constants
 from harness.findings.shrink import shrink
 from harness.findings.store import fingerprint
 from harness.problems.problem import Problem
@@ -164,7 +165,10 @@ def run_hypothesis(
     max_examples: int,
     phases: tuple[Phase, ...],
 ) -> None:
-    """One run of Hypothesis without database, deadlines and health checks: cases are expensive by nature."""
+    """One run of Hypothesis without database, deadlines and health checks: cases are expensive by nature.
+
+    The same seed and strategy draw the same cases, whatever modules are loaded.
+    """
 
     @seed(run_seed)
     @settings(
@@ -180,7 +184,8 @@ def run_hypothesis(
     def run(problem: Problem) -> None:
         test(problem)
 
-    run()
+    with no_local_constants():
+        run()
 
 
 def _shrink(task: Shrink, pipe: Connection) -> Finished:

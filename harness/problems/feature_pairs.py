@@ -71,6 +71,8 @@ _FACTS: dict[str, Facts] = {
     **{feature: _SOME_REQUEST for feature in FEATURES if feature.startswith("query_len:")},
     "workspace:default": {"words": _values("default")},
     "workspace:call_one_word_short": _NO_MASK | {"words": _values("call-1")} | _SOME_REQUEST,
+    "workspace:fits_all_but_the_suffix": _CONTEXT
+    | {"path": _values("mqa"), "force": _values("none"), "cache": _values("auto"), "words": _values("call-1 fewer")},
     "workspace:global_one_word_short": {
         "words": _values("call-1 whole-1"),
         "path": _values("dense no_context remap mqa refused"),

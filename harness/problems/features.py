@@ -77,6 +77,7 @@ _ANY_OF: dict[str, tuple[str, ...]] = {
         "global_one_word_short",
         "call_fits_exactly",
         "call_one_word_short",
+        "fits_all_but_the_suffix",
         "none",
     ),
     "mask": ("last_word_full", "last_word_one_key", "last_word_31_keys", "spare_words", "rows==padded_rows"),
@@ -230,6 +231,7 @@ def _workspace(problem: Problem) -> set[str]:
             "global_one_word_short": words == whole - 1,
             "call_fits_exactly": words == call,
             "call_one_word_short": words == call - 1,
+            "fits_all_but_the_suffix": problem.path_by_suffix_mask,
             "none": words == 0,
         }
     )

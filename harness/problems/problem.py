@@ -241,6 +241,13 @@ class Problem(Part):
         keys = max(self.max_query_len, self.longest_chunk)
         return mask_words(len(self.requests), self.max_query_len, keys, reserve=False)
 
+    @property
+    def path_by_suffix_mask(self) -> bool:
+        """Whether MQA serves the batch because one mask does not fit: the suffix's, while those of all chunks do."""
+        batch, rows, chunk = len(self.requests), self.max_query_len, self.longest_chunk
+        free = self.force is None and self.paging.kv_cache_dtype == "auto" and self.expected_path() == "mqa"
+        return free and chunk > 0 and mask_words(batch, rows, chunk, reserve=False) <= self.workspace_words
+
     @cached_property
     def element_counts(self) -> dict[str, int]:
         """Elements of each tensor that the problem stands for, buffers of the calls included."""

@@ -186,7 +186,8 @@ def _workspace(
     elif path == "mqa" and (natural_dense or roll >= 60 or (call == 0 and not quantised)):
         words, force = any_words, "mqa"
     elif path == "mqa":
-        words = (None, whole, call, 0) if quantised else (call - 1, 0, call // 2)
+        chunk = mask_words(batch, max_q, longest_chunk, reserve=False) if longest_chunk else 0
+        words = (None, whole, call, 0) if quantised else (call - 1, chunk if chunk < call else 0, call // 2)
     elif path == "remap" and (natural_dense or call >= whole or roll >= 70):
         words, force = (None, whole, call), "masked_remap"
     elif path == "remap":
