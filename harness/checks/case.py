@@ -11,6 +11,7 @@ from harness.checks.guards import same_bits
 from harness.checks.link import first_bad
 from harness.checks.localize import explain_attend
 from harness.checks.merge import check_merge_alone
+from harness.checks.near import judged_from
 from harness.checks.power import power_shares, vacuous_classes
 from harness.checks.prefill import check_fed, check_raw, check_result_shape, raw_power, raw_reference, requests_of
 from harness.checks.raised import check_raised
@@ -108,10 +109,12 @@ def _judge(
 def _stages(
     facts: Facts, subject: PrefillSubject, outcome: PrefillOutcome, record: CaseRecord, *, asks_relation: bool
 ) -> list[CheckRecord]:
-    problem, trace = facts.problem, outcome.trace
     wrong = check_result_shape(facts, outcome.out, outcome.lse)
     if wrong is not None:
         return [wrong]
+    made, produced = facts, outcome
+    facts, outcome = judged_from(made, produced)
+    problem, trace = facts.problem, outcome.trace
     expected = problem.expected_path()
     path = trace.path if trace is not None else None
     checks: list[CheckRecord] = []
@@ -129,10 +132,7 @@ def _stages(
             checks.append(passed("dispatch", "dispatch.path"))
         walk = MqaWalk(facts, trace) if path == "mqa" else MhaWalk(facts, trace)
         checks += walk.run()
-        checks = _explained(checks, trace, getattr(subject, "attend", None))
-        merge = getattr(subject, "merge", None)
-        if merge is not None and first_bad(checks) is None:
-            checks += [check_merge_alone(event, merge) for event in trace.of(MergeEvent)]
+        checks = _of_parts(checks, subject, produced.trace)
     if first_bad(checks) is not None:
         return checks
     dims = problem.dims
@@ -151,9 +151,23 @@ def _stages(
     record.vacuous = vacuous_classes(record.power, judged_by)
     checks += check_raw(facts, out, outcome.lse, exact)
     if asks_relation and first_bad(checks) is None:
-        base = Base(facts, subject, expected, out, outcome.lse, exact)
+        base = Base(made, subject, expected, produced.out.view(out.shape), produced.lse, exact)
         aside = record.model_copy()
         checks += check_related(base, lambda *run: _stages(run[0], subject, run[1], aside, asks_relation=False))
+    return checks
+
+
+def _of_parts(checks: list[CheckRecord], subject: PrefillSubject, trace: Trace | None) -> list[CheckRecord]:
+    """Stage checks, with what the kernels of single stages say where the subject offers them.
+
+    They run where they ran: `trace` is the one that the subject filled.
+    """
+    if trace is None:
+        return checks
+    checks = _explained(checks, trace, getattr(subject, "attend", None))
+    merge = getattr(subject, "merge", None)
+    if merge is not None and first_bad(checks) is None:
+        checks += [check_merge_alone(event, merge) for event in trace.of(MergeEvent)]
     return checks
 
 

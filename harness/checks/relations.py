@@ -101,7 +101,7 @@ def _within(name: str, base: Base, got: tuple[torch.Tensor, torch.Tensor], rows:
         ("lse", got[1], base.lse[:, rows], bound.tol_lse[:, rows]),
     )
     for part, a, b, tol in pairs:
-        x, y = a.double(), b.double()
+        x, y = a.to(tol.device).double(), b.to(tol.device).double()
         error = torch.where(x == y, 0.0, (x - y).abs())
         ratio = torch.where(error == 0, 0.0, error / (2 * tol))
         if ratio.numel() == 0:
