@@ -18,7 +18,7 @@ from optimized.trace import AttendEvent, Trace
 from reports.records import CaseRecord
 from tests.harness.traced import MANY
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 def _drawn(seed: int) -> Problem:
