@@ -32,6 +32,10 @@ BUNDLES: dict[str, Bundle] = {
         "PyTorch's scaled_dot_product_attention with a boolean mask, LSE by logsumexp",
         {"attend": "harness.subjects.torch_dense:attend"},
     ),
+    "torch-dense[flex]": Bundle(
+        "PyTorch's flex_attention over the packed batch, compiled on a GPU",
+        {"attend": "harness.subjects.torch_flex:attend"},
+    ),
     "fa4": Bundle(
         "FlashAttention-4 (flash_attn.cute, varlen) with our mask mods for one call",
         {"attend": "harness.subjects.fa4:attend", "mask_mod": "harness.subjects.fa4:mask_mod"},

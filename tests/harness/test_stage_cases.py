@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.problems.problem import DataSpec, Paging, Problem, TopkSpec
-from harness.subjects.api import NotRunnable
+from harness.subjects.api import NotRunnable, StageSubject
 from harness.subjects.contract import Contract
 from harness.subjects.registry import resolve
 from harness.subjects.stages import STAGES
@@ -58,10 +58,14 @@ def test_are_the_checks_of_a_stage_those_of_its_table(stage: str) -> None:
     assert promised - seen <= unseen
 
 
-def test_does_torch_dense_pass() -> None:
-    subject = resolve("torch-dense")
-    record = judge("attend", subject.function, RAGGED, subject.contract)  # type: ignore[union-attr]
-    assert record.status is Status.PASS, record.message
+@pytest.mark.parametrize("name", ["torch-dense", "torch-dense[flex]"])
+@pytest.mark.parametrize("case", CASES)
+def test_does_torch_dense_pass(name: str, case: str) -> None:
+    subject = resolve(name)
+    assert isinstance(subject, StageSubject)
+    record = judge("attend", subject.function, CASES[case], subject.contract)
+    assert record.status in (Status.PASS, Status.VACUOUS), record.message
+    assert (record.status is Status.VACUOUS) <= (case in ("nothing", "no context"))
 
 
 def wrong_attend(change: Callable[[dict[str, Any]], None] | None = None, after: Any = None) -> Callable[..., Any]:
