@@ -80,10 +80,11 @@ def _print_finding(out: Console, finding: Finding) -> None:
     out.print(f"  {headline(record)}", soft_wrap=True)
     for check in [check for check in record.checks if check.status.is_finding][:MAX_CHECKS_SHOWN]:
         margin = "" if check.margin is None or check.margin >= NO_TOLERANCE else f"err/tol {check.margin:.3g}"
-        message = "" if check.message in headline(record) else check.message
-        parts = [part for part in (place_text(check.place), margin, message) if part]
-        out.print(f"  {check.check}: {'; '.join(parts) or check.status.value}", soft_wrap=True)
-        if check.terms:
+        said = check.message in headline(record)
+        place = place_text(check.place)
+        parts = [margin if said else check.message, "" if not said and place in check.message else place]
+        out.print(f"  {check.check}: {'; '.join(filter(None, parts)) or check.status.value}", soft_wrap=True)
+        if check.terms and "tolerance from" not in check.message:
             out.print(f"    the tolerance there: {terms_text(check.terms)}")
     out.print(f"  the case: {finding.size}")
     out.print(f"  {finding.replay_line}\n", soft_wrap=True)

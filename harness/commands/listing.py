@@ -58,10 +58,10 @@ def findings(runs: Path, as_json: bool) -> None:
     for case in sorted(runs.glob("*/findings/*/case.json")):
         folder = case.parent
         rows.append({"id": folder.name, **read_state(folder), "run": folder.parent.parent.name, "case": str(case)})
-    _show("findings", ["id", "state", "count", "run"], rows, as_json)
+    _show("findings", ["id", "state", "count", "run"], rows, as_json, where=f" in {runs.resolve()}")
 
 
-def _show(title: str, columns: list[str], rows: list[dict[str, Any]], as_json: bool) -> None:
+def _show(title: str, columns: list[str], rows: list[dict[str, Any]], as_json: bool, where: str = "") -> None:
     if as_json:
         click.echo(json.dumps({title: rows}))
         return
@@ -69,10 +69,12 @@ def _show(title: str, columns: list[str], rows: list[dict[str, Any]], as_json: b
     from rich.table import Table
 
     # a name is there to be copied: it is never cut, and what is piped is not wrapped
-    table = Table(title=f"{len(rows)} {title}", box=None, title_justify="left")
+    click.echo(f"{len(rows)} {title}{where}")
+    table = Table(box=None)
     for column in columns:
         table.add_column(column, no_wrap=column in ("name", "id"), overflow="ignore")
     for row in rows:
         table.add_row(*(str(row[column]) for column in columns))
     width = None if sys.stdout.isatty() else PIPED_WIDTH
-    Console(width=width, markup=False, highlight=False).print(table)
+    if rows:
+        Console(width=width, markup=False, highlight=False).print(table)

@@ -98,6 +98,7 @@ def test_is_a_planted_fault_found_named_and_replayed_elsewhere(tmp_path: Path, n
         (("replay", "outside.json"), "topk.rows"),
         (("shrink", "bad.json"), "bad.json"),
         (("report", "nowhere"), "nowhere: not a run folder"),
+        (("report",), "RUN is not given, and there is no run in "),
     ],
 )
 def test_is_bad_input_one_clear_line_and_exit_code_two(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
@@ -145,6 +146,19 @@ def test_are_findings_of_all_runs_listed(tmp_path: Path) -> None:
     assert finding is not None
     (row,) = last_json(mlacheck(tmp_path, "list", "findings", "--json"))["findings"]
     assert (row["id"], row["state"], row["count"], row["run"]) == (finding.id, "open", 1, "r1")
+    title = mlacheck(tmp_path, "list", "findings").stdout.splitlines()[0].strip()
+    assert title == f"1 findings in {tmp_path / 'runs'}"
+
+
+def test_is_the_newest_run_reported_again(tmp_path: Path) -> None:
+    for name in ("second", "first"):
+        done = mlacheck(tmp_path, "run", "--max-examples", "1", "--jobs", "1", "--out", f"runs/{name}")
+        assert done.returncode == 0, done.stderr
+        (tmp_path / "runs" / name / "report.md").unlink()
+    again = mlacheck(tmp_path, "report")
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "runs" / "first" / "report.md").read_text() == again.stdout.removesuffix("\n")
+    assert not (tmp_path / "runs" / "second" / "report.md").exists()
 
 
 @pytest.mark.parametrize(
@@ -174,3 +188,37 @@ def test_is_the_command_line_light(tmp_path: Path) -> None:
         "heavy = {'torch', 'triton', 'optimized', 'pandas'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+def test_does_a_finding_say_place_and_terms_once() -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from harness.findings.store import Finding
+    from harness.summary import _print_finding
+    from reports.records import CaseRecord, CheckRecord, Place, Status
+
+    place = Place(call="final", token=3, head=1)
+
+    def bad(check: str, message: str) -> CheckRecord:
+        fields = {"stage": "merge", "check": check, "status": Status.FAIL, "place": place}
+        return CheckRecord(**fields, margin=14.5, message=message, terms={"merge": 1.0})
+
+    first = bad("merge.lse", "merge.lse is 1, must be 2; tolerance from merge 100% at call final, token 3, head 1")
+    second = bad("merge.out", "merge.out is 3, must be 4; tolerance from merge 100% at call final, token 3, head 1")
+    bare = bad("merge.more", "")
+    record = CaseRecord(case_id="0" * 16, subject="s", status=Status.FAIL, stage="merge", message=first.message)
+    record.checks = [first, second, bare]
+    finding = Finding(Path("merge-1"), record, engine_fakes.problem((2, 1)))
+    text = StringIO()
+    _print_finding(Console(file=text, width=300), finding)
+    lines = [line.strip() for line in text.getvalue().splitlines()]
+    assert lines[1:7] == [
+        first.message,
+        "merge.lse: err/tol 14.5; call final, token 3, head 1",
+        f"merge.out: {second.message}",
+        "merge.more: err/tol 14.5; call final, token 3, head 1",
+        "the tolerance there: merge 100 %",
+        "the case: 1 requests, 1 query tokens, 3 keys",
+    ]
