@@ -28,7 +28,8 @@ def shrink(what: str, max_time: float, subject: str | None, stage: str | None, o
     Exit code 1: it fails, and the smallest case was written; 0: it passes, nothing to shrink; 2: could not
     run.
     """
-    from harness.engine.pool import Slot, fork_context
+    from harness.engine.context import fork_context
+    from harness.engine.pool import Slot
     from harness.engine.reproduce import smallest
     from harness.engine.worker import SubjectRefused, WorkerSpec
     from harness.findings.shrink import shrink as shrink_problem

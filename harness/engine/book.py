@@ -8,10 +8,10 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness.engine.context import PRELOAD
 from harness.engine.coverage import Counts
 from harness.engine.journal import Journal
 from harness.engine.limits import Limits
-from harness.engine.pool import PRELOAD
 from harness.engine.worker import HARNESS_STAGE, WorkerSpec
 from harness.findings.store import Finding, FindingStore
 from harness.problems.problem import Problem

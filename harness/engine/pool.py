@@ -2,15 +2,16 @@
 
 Workers are forked from a server process that has imported torch and Triton but never touched the device or
 `optimized`, so replacing a dead worker costs a fraction of a second. What a worker does to itself is a
-verdict: a death is CRASH (OOM if the kernel's killer struck meanwhile), silence past the time-out is HANG.
+verdict: a death is CRASH (OOM if the kernel's killer struck meanwhile), silence past the time-out is HANG, unless the
+worker mostly waited for a core: then it gets more time.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
@@ -22,31 +23,28 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from harness.checks.blame import frame_of_dump, stage_of_dump
-from harness.engine.worker import SubjectRefused, WorkerSpec, bare_record, domain_of, prepare, run_case
+from harness.engine.core_time import CoreWait
+from harness.engine.worker import HARNESS_STAGE, SubjectRefused, WorkerSpec, bare_record, domain_of, prepare, run_case
 from harness.problems.problem import Problem
 from harness.subjects.domain import Domain
 from reports.records import CaseRecord, Status
 
-PRELOAD = ("harness.engine.preload",)
 CASES_PER_WORKER = 2000
 """A worker is replaced after so many cases, which bounds whatever leaks in it."""
 MAX_LOG_BYTES = 2**20
 """Of what a worker prints, so much is kept."""
+ENOUGH = 0.8
+"""A worker that had this part of its time, and gave no answer, hangs."""
+MOST_TRIES = 4
+"""So often a case is run whose worker waited for a core, each time with more time."""
+LOOKS = 8
+"""How often in its time the worker is looked at."""
 START_TIMEOUT_S = 300.0
 """Loading a subject may import and compile much; longer than this is a failure to start."""
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
     """The pool was stopped while the case ran."""
-
-
-def fork_context(preload: tuple[str, ...] = PRELOAD) -> ForkServerContext:
-    """Context whose server process preloads the modules; only the first call of a process can choose them."""
-    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(variable, "1")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", *preload])
-    return context
 
 
 def gpu_count() -> int:
@@ -89,12 +87,22 @@ class Slot:
             how = _how_it_ended(getattr(error, "exitcode", None))
             raise SubjectRefused(f"{self.spec.subject}: the worker {how} while loading it") from None
 
-    def _call(self, function: Callable[..., Any], timeout_s: float, *args: object) -> Any:
+    def _call(
+        self, function: Callable[..., Any], timeout_s: float, *args: object, wait: CoreWait | None = None
+    ) -> Any:
         """Run in the worker. The clock of `timeout_s` starts there; a worker that never starts is bounded too."""
-        self._running = self._pool.schedule(function, args=(self.spec, *args), timeout=timeout_s)
+        self._running = running = self._pool.schedule(function, args=(self.spec, *args), timeout=timeout_s)
         if self._stopped:
-            self._running.cancel()
-        return self._running.result(timeout_s + START_TIMEOUT_S)
+            running.cancel()
+        ends = time.monotonic() + timeout_s + START_TIMEOUT_S
+        while wait is not None and time.monotonic() < ends:
+            try:
+                return running.result(timeout_s / LOOKS)
+            except TimeoutError:
+                if running.done():
+                    break
+                wait.look()
+        return running.result(max(ends - time.monotonic(), 0.0))
 
     def renew(self) -> None:
         """Put a new process in the place of the worker. Raises Stopped."""
@@ -113,14 +121,29 @@ class Slot:
     def run(self, problem_json: str, timeout_s: float | None = None) -> CaseRecord:
         """Judge one case; a time-out of its own may be given.
 
+        The time-out counts what the worker had: if others had the cores meanwhile, the case is run again with more
+        time, and is NOT_RUN where that does not help.
+
         Raises:
             Stopped: `stop` was called meanwhile.
         """
-        limit = timeout_s or self.timeout_s
+        limit = given = timeout_s or self.timeout_s
+        for _ in range(MOST_TRIES):
+            wait = CoreWait(self.spec.log)
+            record = self._run(problem_json, given, wait)
+            had = given - min(wait.seconds, given)
+            if record.status is not Status.HANG or had >= ENOUGH * limit:
+                return record
+            tried = f"{had:.0f} of {given:.0f} s"
+            given *= 1.2 * limit / max(had, 0.1 * given)
+        busy = f"no answer, but the worker had a core for no more than {tried}: the machine is too busy to tell"
+        return self._bare(problem_json, Status.NOT_RUN, busy, stage=HARNESS_STAGE)
+
+    def _run(self, problem_json: str, limit: float, wait: CoreWait) -> CaseRecord:
         kills, logged = oom_kills(), self._log_size()
         for last_try in (False, True):
             try:
-                return CaseRecord.model_validate(self._call(run_case, limit, problem_json, limit))
+                return CaseRecord.model_validate(self._call(run_case, limit, problem_json, limit, wait=wait))
             except TimeoutError:
                 return self._stuck(problem_json, limit, self._stack(logged))
             except ProcessExpired as error:

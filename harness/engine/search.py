@@ -22,9 +22,10 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from harness.engine.book import Book, RunConfig
+from harness.engine.context import fork_context
 from harness.engine.driver import Broken, Case, Finished, Search, Shrink, drive
 from harness.engine.journal import Journal
-from harness.engine.pool import MAX_LOG_BYTES, Slot, Stopped, fork_context, gpu_count
+from harness.engine.pool import MAX_LOG_BYTES, Slot, Stopped, gpu_count
 from harness.engine.reproduce import Ran, repeatable, reproduced, smallest
 from harness.engine.worker import MUTANT_PREFIX, SubjectRefused, WorkerSpec, mutant_name
 from harness.findings.store import Finding, FindingStore, fingerprint

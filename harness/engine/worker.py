@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from harness.engine.core_time import pid_file
 from harness.problems.problem import Problem
 from harness.subjects.domain import Domain
 from reports.records import CaseRecord, Status
@@ -75,6 +76,7 @@ def _load(spec: WorkerSpec) -> Callable[[Problem, str], CaseRecord]:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
+        pid_file(spec.log).write_text(str(os.getpid()))
     faulthandler.enable(file=2)
     if spec.gpu is not None:
         visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]

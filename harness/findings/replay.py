@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.engine.pool import PRELOAD, Slot, fork_context
+from harness.engine.context import PRELOAD, fork_context
+from harness.engine.pool import Slot
 from harness.engine.worker import HARNESS_STAGE, WorkerSpec
 from harness.findings.store import CaseFile, Expected, cause_of
 from harness.subjects.names import short_name

@@ -23,7 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from harness.engine.pool import Slot, fork_context, gpu_count
+from harness.engine.context import fork_context
+from harness.engine.pool import Slot, gpu_count
 from harness.engine.worker import MUTANT_PREFIX, SubjectRefused, WorkerSpec
 from harness.findings.shrink import shrink
 from harness.findings.store import fingerprint

@@ -110,7 +110,7 @@ def once(case: Problem, subject: str) -> CaseRecord:
 
 
 def misbehaving(case: Problem, subject: str) -> CaseRecord:
-    """By its number of tokens: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit, 7 exit later."""
+    """By its number of tokens: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit, 7 exit later, 8 slow."""
     match case.num_tokens:
         case 1:
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -124,6 +124,8 @@ def misbehaving(case: Problem, subject: str) -> CaseRecord:
             sys.exit("enough")
         case 7:
             threading.Timer(0.2, os._exit, [9]).start()
+        case 8:
+            time.sleep(1.5)
     return good(case, subject)
 
 

@@ -11,7 +11,8 @@ import torch
 
 from harness.checks.blame import STAGE_OF_FILE, frame_of_dump, stage_of_dump, stage_of_error
 from harness.checks.case import check_case
-from harness.engine.pool import Slot, fork_context
+from harness.engine.context import fork_context
+from harness.engine.pool import Slot
 from harness.engine.worker import WorkerSpec
 from harness.mutants.patch import package_folder
 from harness.problems.problem import Problem

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from harness.engine.book import RunConfig
+from harness.engine.context import fork_context
 from harness.engine.limits import LIMITS, Limits
-from harness.engine.pool import Slot, Stopped, fork_context, gpu_count
+from harness.engine.pool import Slot, Stopped, gpu_count
 from harness.engine.search import CannotRun, Observer, Outcome, run
 from harness.engine.worker import HARNESS_STAGE, SubjectRefused, WorkerSpec
 from harness.findings.store import Finding, load_case
