@@ -5,6 +5,8 @@ Exit codes of every command: 0 clean, 1 findings (or a replay that still fails),
 
 from __future__ import annotations
 
+import signal
+import threading
 import traceback
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -34,11 +36,17 @@ def _version() -> str:
         return "not installed"
 
 
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 class Commands(click.Group):
     """Exit code 1 means findings, so nothing else may end with it: neither an interrupt nor a fault of ours."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; whatever is not a verdict becomes exit code 2."""
+        """Run the command; whatever is not a verdict becomes exit code 2. SIGTERM ends it as Ctrl-C does."""
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _interrupt)
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit):

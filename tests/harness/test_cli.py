@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +224,44 @@ def test_does_a_finding_say_place_and_terms_once() -> None:
         "the tolerance there: merge 100 %",
         "the case: 1 requests, 1 query tokens, 3 keys",
     ]
+
+
+INTERRUPTIBLE = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "from harness.cli import main; main(prog_name='mlacheck')"
+)
+"""What runs in the background ignores SIGINT, and so would a child of such tests."""
+
+
+def _nobody_left(group: int) -> bool:
+    ends = time.monotonic() + 10
+    while time.monotonic() < ends:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_does_an_ended_run_keep_what_it_found_and_leave_no_process(tmp_path: Path, kind: signal.Signals) -> None:
+    options = ["run", "--max-examples", "9999", "--jobs", "1", "--out", "night"]
+    run = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTIBLE, *options],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    journal, began = tmp_path / "night" / "journal.jsonl", time.monotonic()
+    while not (journal.is_file() and journal.read_text().count("\n") > 2) and time.monotonic() - began < 90:
+        time.sleep(0.1)
+    run.send_signal(kind)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 2, out + err
+    assert "interrupted" in out
+    assert "Traceback" not in err
+    assert (tmp_path / "night" / "report.md").is_file()
+    assert _nobody_left(run.pid)
