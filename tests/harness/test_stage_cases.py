@@ -344,6 +344,12 @@ def one_row_off(src_cache, dst, block_table, cu_seq_lens, seq_starts, kv_cache_d
         dst[9] = dst[8]
 
 
+def aligned_starts(src_cache, dst, block_table, cu_seq_lens, seq_starts, kv_cache_dtype, scale):  # type: ignore[no-untyped-def]
+    size, starts = src_cache.shape[1], seq_starts.clone()
+    starts[1:] = starts[1:] // size * size
+    my_gather(src_cache, dst, block_table, cu_seq_lens, starts, kv_cache_dtype, scale)
+
+
 def too_far(src_cache, dst, block_table, cu_seq_lens, seq_starts, kv_cache_dtype, scale):  # type: ignore[no-untyped-def]
     my_gather(src_cache, dst, block_table, cu_seq_lens, seq_starts, kv_cache_dtype, scale)
     dst.as_strided((1,), (1,), dst.storage_offset() + dst.numel()).fill_(0)
@@ -362,6 +368,7 @@ OTHER_FAULTS: dict[str, tuple[str, Callable[..., Any], str, str]] = {
     "causality": ("mask", not_causal, "mask.bits", "row"),
     "padding": ("mask", short_mask, "mask.shape", "must be"),
     "a row": ("gather", one_row_off, "gather.rows", "must be exactly"),
+    "a start inside a block": ("gather", aligned_starts, "gather.rows", "must be exactly"),
     "a stray write": ("gather", too_far, "guard.dst", "behind"),
     "base": ("merge", base_2_merge, "merge.lse", "must be exactly"),
     "budget": ("plan", one_chunk_more, "plan.chunks", "must be"),
