@@ -91,6 +91,7 @@ _FACTS: dict[str, Facts] = {
     **{f"topk:{kind}": _SOME_REQUEST | {"rows": _values("drawn")} for kind in TOPK_KINDS},
     "topk_rows:explicit": {"rows": _values("explicit")},
     "topk_rows:any_negative": {"rows": _values("drawn")},
+    "topk_rows:lowest_negative": {"rows": _values("drawn")},
     "topk_rows:one_slot": {"width": _values("1")},
     "topk_rows:narrow": {"width": _values("narrow")},
     "topk_rows:wide": {"width": _values("wide")},

@@ -83,7 +83,7 @@ _ANY_OF: dict[str, tuple[str, ...]] = {
     "mask": ("last_word_full", "last_word_one_key", "last_word_31_keys", "spare_words", "rows==padded_rows"),
     "paging": ("shared_prefix", "spare_blocks", "table_pad", "row_pad", "scale!=1", "partial_last_block"),
     "topk": TOPK_KINDS,
-    "topk_rows": ("any_negative", "wider_than_a_sequence", "one_slot", "explicit", "narrow", "wide"),
+    "topk_rows": ("any_negative", "lowest_negative", "wider_than_a_sequence", "one_slot", "explicit", "narrow", "wide"),
     "layout": ("decode_tokens", "q_pad", "kv_pad", "out_pad", "topk_pad"),
     "model": ("no_rope", "tensor_parallel", "odd_dims", "v!=nope"),
     "before": BEFORE,
@@ -269,6 +269,7 @@ def _topk_rows(problem: Problem) -> set[str]:
     return _true(
         {
             "any_negative": problem.topk.any_negative and problem.topk.rows is None,
+            "lowest_negative": problem.topk.lowest and problem.topk.any_negative and problem.topk.rows is None,
             "wider_than_a_sequence": any(0 < n < width for n in problem.seq_lens)
             and problem.expected_path() != "dense",
             "one_slot": width == 1,
