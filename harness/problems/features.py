@@ -30,7 +30,7 @@ _QUERY_BETWEEN = {2: "2..30", 34: "34..126", 130: "130..254", 258: "258.."}
 _CONTEXTS = ("0", "below_block", "32k", "32k+1", "32k-1", "block_k", "block_k+1", "block_k-1", "other")
 
 _ONE_OF: dict[str, tuple[str, ...]] = {
-    "requests": ("0", "1", "2", "3..4", "5.."),
+    "requests": ("0", "1", "2", "3..4", "5..8", "9.."),
     "chunks": ("0", "1", "2", "3..5", "6.."),
     "path": ("dense", "no_context", "global_mask", "remap", "mqa"),
     "force": ("none", "dense", "masked", "masked_remap", "mqa"),
@@ -127,7 +127,7 @@ def _one_of(problem: Problem) -> dict[str, str]:
     explicit = topk.rows is not None
     plain_scale = math.isclose(problem.scale, dims.qk**-0.5, rel_tol=1e-6)
     return {
-        "requests": _ranged(len(problem.requests), (0, 1, 2, 3, 5)),
+        "requests": _ranged(len(problem.requests), (0, 1, 2, 3, 5, 9)),
         "chunks": _ranged(len(problem.planned_chunks), (0, 1, 2, 3, 6)),
         "path": problem.expected_path(),
         "force": problem.force or "none",
