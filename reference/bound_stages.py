@@ -37,7 +37,10 @@ __all__ = [
 def merge_reference(
     *, prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor, numerics: Numerics
 ) -> AttendReference:
-    """Merge of two partials: outputs `[n, H, Dv]`, LSE `[H, n]`. One empty side: a copy, no tolerance."""
+    """Merge of two partials: outputs `[n, H, Dv]`, LSE `[H, n]`. One empty side: a copy, no tolerance.
+
+    A merge may take its weights from the LSE that it returns, `exp(LSE_c - LSE)`: then they carry its error.
+    """
     out, lse = oracle.merge(prefix_out, prefix_lse, suffix_out, suffix_lse)
     sides = [x.double().masked_fill(x == torch.inf, -torch.inf) for x in (prefix_lse, suffix_lse)]
     both = (sides[0] != -torch.inf) & (sides[1] != -torch.inf)
@@ -45,7 +48,7 @@ def merge_reference(
     weights = torch.zeros_like(out)
     for side, partial in zip(sides, (prefix_out, suffix_out), strict=True):
         gap = torch.where(both, side - lse, 0.0)
-        error = torch.where(both, torch.exp(gap) * U32 * (16 + 2 * gap.abs()), 0.0)
+        error = torch.where(both, torch.exp(gap) * (U32 * (16 + 2 * gap.abs()) + tol_lse), 0.0)
         weights += error.T[..., None] * torch.where(both.T[..., None], partial.double().abs(), 0.0)
     both_out = both.T[..., None].expand_as(out)
     terms = {

@@ -1,6 +1,7 @@
 """Do merge, projection, MQA and end-to-end bounds hold for right kernels, and only as far as they should?"""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -240,3 +241,22 @@ def test_the_dense_path_and_no_requests() -> None:
 def test_unknown_paths_are_refused() -> None:
     with pytest.raises(ValueError, match="path"):
         bound_stages.prefill_reference(**prefill_case(9), numerics=TRITON, path="flash")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("level", [0.0, 512.0, -512.0, -4096.0, -30_000.0])
+def test_a_merge_may_take_its_weights_from_the_lse_that_it_returns(dtype: torch.dtype, level: float) -> None:
+    g = torch.Generator().manual_seed(3)
+    sides = [level + 2 * torch.randn(4, 300, generator=g) for _ in range(2)]
+    outs = [(1 + torch.randn(300, 4, 16, generator=g)).to(dtype) for _ in range(2)]
+    lse = torch.logaddexp(*sides)
+    weights = [torch.exp(side - lse).t()[..., None] for side in sides]
+    merged = sum((w * out.float() for w, out in zip(weights, outs, strict=True)), torch.zeros(()))
+    exact = bound_stages.merge_reference(
+        prefix_out=outs[0], prefix_lse=sides[0], suffix_out=outs[1], suffix_lse=sides[1],
+        numerics=replace(TRITON, storage="bf16" if dtype == torch.bfloat16 else "fp16"),
+    )  # fmt: skip
+    assert bool(((merged.to(dtype).double() - exact.out).abs() <= exact.bound.tol_out).all())
+    assert bool(((lse.double() - exact.lse).abs() <= exact.bound.tol_lse).all())
+    # where scores are ordinary the rounding of the result stays nearly all of the tolerance
+    assert level or float(exact.bound.out_terms["weights"].max()) < 2e-5
