@@ -203,6 +203,15 @@ def test_are_results_judged_in_the_conventions_of_the_contract() -> None:
     assert "+inf of an empty row read as -inf" in plain.message
 
 
+def test_is_one_head_judged_where_the_lse_has_heads_last() -> None:
+    def merge(prefix_output, prefix_lse, suffix_output, suffix_lse):  # type: ignore[no-untyped-def]
+        out, lse = my_merge(prefix_output, prefix_lse.t(), suffix_output, suffix_lse.t())
+        return out, lse.t().contiguous()
+
+    case = problem((45, 3), dims=RAGGED.dims.model_copy(update={"heads": 1}))
+    assert judge("merge", merge, case, Contract(lse_layout="TH")).status is Status.PASS
+
+
 def test_does_a_subject_without_lse_pass_and_is_its_output_still_judged() -> None:
     contract = Contract(lse_base=None)
     assert broken(judge("attend", wrong_attend(after=lambda o, s: o), contract=contract)) == []
