@@ -62,7 +62,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.numel() == 0:
         return True
-    return bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
+    return bool(torch.equal(bytes_of(a), bytes_of(b)))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of its elements in order, `[n]` uint8. In one dimension no stride can be odd, as that of a row of
+    length 1 may."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.Tensor:

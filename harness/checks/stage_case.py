@@ -105,7 +105,23 @@ class StageRun:
             message = f"{call}: the subject raised {type(error).__name__} on a legal case: {error}{_line(error)}"
             check = f"{self.stage}.run"
             raise Ended(failed(self.stage, check, message, Place(call=call), status=Status.CONTRACT)) from error
-        return result
+        return self._kept(call, result)
+
+    def _kept(self, call: str, result: Any) -> Any:
+        """A copy of returned tensors: a subject may write its next result to the same memory.
+
+        Raises Ended for a tensor that is not on the device of the inputs, or is no plain one.
+        """
+        if isinstance(result, tuple | list) and any(isinstance(part, torch.Tensor) for part in result):
+            return [self._kept(call, part) for part in result]
+        if not isinstance(result, torch.Tensor):
+            return result
+        device = self.facts.inputs.q.device
+        if result.device != device or result.layout is not torch.strided:
+            kind = "" if result.layout is torch.strided else f"{result.layout} "
+            message = f"{call}: it returned a {kind}tensor on {result.device}, must return plain ones on {device}"
+            raise Ended(failed(self.stage, f"{self.stage}.shape", message, Place(call=call), status=Status.SHAPE))
+        return result.clone()
 
     def check_repeat(
         self, call: str, make: Callable[[], Mapping[str, Any]], results: Callable[[Any, Mapping[str, Any]], Bits]
