@@ -103,7 +103,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
     if config.subject.startswith(MUTANT_PREFIX):
         try:
             find_mutant(mutant_name(config.subject))
-        except MutantError as error:
+        except (MutantError, SubjectRefused) as error:
             raise CannotRun(str(error)) from None
     context = fork_context(config.preload)
     scratch = tempfile.mkdtemp(prefix="mlacheck-")

@@ -59,7 +59,10 @@ _loaded: dict[WorkerSpec, Callable[[Problem, str], CaseRecord]] = {}
 
 def mutant_name(subject: str) -> str:
     """Name of the mutant in `mutant:NAME` or `mutant:NAME@ATTENTION`."""
-    return subject.removeprefix(MUTANT_PREFIX).partition("@")[0]
+    name, at, attention = subject.removeprefix(MUTANT_PREFIX).partition("@")
+    if at and attention not in ("triton", "fa4"):
+        raise SubjectRefused(f"{subject}: {attention!r} is no attention kernel, must be 'triton' or 'fa4'")
+    return name
 
 
 def _named(path: str) -> Any:

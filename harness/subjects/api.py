@@ -62,8 +62,12 @@ def subject(*, stage: str, contract: Contract | None = None) -> Callable[[F], F]
 
     stage:     `attend`, `mqa`, `mask`, `mask_mod`, `gather`, `merge`, `plan` or `prefill`
     contract:  what it promises; the default is that of `Contract()`
-    Raises SubjectError (one line) if the function's parameters are not inputs of the stage.
+    Raises SubjectError (one line) if the function's parameters are not inputs of the stage, or the contract is none.
     """
+
+    if contract is not None and not isinstance(contract, Contract):
+        what = f"the class {contract.__name__}" if isinstance(contract, type) else f"a {type(contract).__name__}"
+        raise SubjectError(f"contract is {what}, must be a Contract: contract=mlacheck.Contract(...)")
 
     def declare(function: F) -> F:
         name = getattr(function, "__name__", type(function).__name__)

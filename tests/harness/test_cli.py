@@ -94,6 +94,7 @@ def test_is_a_planted_fault_found_named_and_replayed_elsewhere(tmp_path: Path, n
     [
         (("run", "--subject", "nobody"), "no subject is called 'nobody'"),
         (("run", "--subject", "mutant:nobody"), "no mutant is called 'nobody'"),
+        (("run", "--subject", "mutant:mask_bit31_lost@fa5"), "'fa5' is no attention kernel, must be 'triton' or 'fa4'"),
         (("run", "--out", "."), "--out"),
         (("replay", "missing.json"), "missing.json: no such case file"),
         (("replay", "bad.json"), "bad.json"),
