@@ -49,13 +49,13 @@ class Commands(click.Group):
             signal.signal(signal.SIGTERM, _interrupt)
         try:
             return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit):
+        except (click.ClickException, click.exceptions.Exit, SystemExit):
             raise
         except (KeyboardInterrupt, click.Abort):
             raise Refusal("interrupted") from None
         except OSError as error:
             raise Refusal(str(error)) from None
-        except Exception:
+        except BaseException:
             traceback.print_exc()
             raise Refusal("a fault of mlacheck itself (see the traceback above)") from None
 

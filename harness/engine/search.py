@@ -206,7 +206,7 @@ class Shard:
             pass
         except (EOFError, OSError):
             book.breaks(f"shard {self.index}: the driver process ended unexpectedly")
-        except Exception:
+        except BaseException:  # nobody else would notice that this thread ended
             book.breaks(traceback.format_exc())
 
     def _task(self, task: Search | Shrink, judge: Callable[[str], CaseRecord | None]) -> Finished | None:

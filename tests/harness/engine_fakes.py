@@ -42,12 +42,20 @@ def broken_cases(profile: str) -> st.SearchStrategy[Problem]:
     raise RuntimeError("the strategy is broken")
 
 
+class Skipped(BaseException):
+    """As the outcomes of pytest are."""
+
+
 def resolve(name: str) -> None:
-    """Knows every subject but one; one more takes its process down."""
+    """Knows every subject but one; others take their process down, or try to."""
     if name == "unknown":
         raise type("SubjectError", (ValueError,), {})("no subject is called 'unknown'")
     if name == "dies":
         os._exit(3)
+    if name == "interrupts":
+        raise KeyboardInterrupt
+    if name == "panics":
+        raise BaseException("a panic\nin Rust")
 
 
 def good(case: Problem, subject: str) -> CaseRecord:
@@ -110,7 +118,8 @@ def once(case: Problem, subject: str) -> CaseRecord:
 
 
 def misbehaving(case: Problem, subject: str) -> CaseRecord:
-    """By its number of tokens: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit, 7 exit later, 8 slow."""
+    """By its number of tokens: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit, 7 exit later, 8 slow,
+    9 to 11 exceptions that are no Exception."""
     match case.num_tokens:
         case 1:
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -126,6 +135,12 @@ def misbehaving(case: Problem, subject: str) -> CaseRecord:
             threading.Timer(0.2, os._exit, [9]).start()
         case 8:
             time.sleep(1.5)
+        case 9:
+            raise KeyboardInterrupt
+        case 10:
+            raise GeneratorExit("stop")
+        case 11:
+            raise Skipped("not today")
     return good(case, subject)
 
 

@@ -169,6 +169,7 @@ def test_is_the_newest_run_reported_again(tmp_path: Path) -> None:
     [
         (KeyboardInterrupt(), "mlacheck: interrupted"),
         (PermissionError(13, "Permission denied", "runs"), "mlacheck: [Errno 13] Permission denied: 'runs'"),
+        (GeneratorExit(), "mlacheck: a fault of mlacheck itself (see the traceback above)"),
         (ZeroDivisionError("a bug"), "mlacheck: a fault of mlacheck itself (see the traceback above)"),
     ],
 )

@@ -71,8 +71,11 @@ def case_of(tokens: int) -> str:
         (2, Status.HANG, "no answer in 1 s"),
         (3, Status.OOM, "7 GiB"),
         (4, Status.NOT_RUN, "ZeroDivisionError: a bug of the judge (at engine_fakes.py"),
-        (5, Status.CRASH, "SystemExit('enough')"),
+        (5, Status.CRASH, "raised SystemExit(enough)"),
         (6, Status.PASS, ""),
+        (9, Status.CRASH, "raised KeyboardInterrupt()"),
+        (10, Status.CRASH, "raised GeneratorExit(stop)"),
+        (11, Status.CRASH, "raised Skipped(not today)"),
     ],
 )
 def test_is_whatever_a_case_does_to_its_worker_a_verdict(slot: Slot, tokens: int, status: Status, message: str) -> None:
@@ -226,12 +229,28 @@ def test_does_a_broken_strategy_end_the_run_with_its_traceback(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("subject", "message"), [("unknown", "no subject is called 'unknown'"), ("dies", "exited with code 3")]
+    ("subject", "message"),
+    [
+        ("unknown", "no subject is called 'unknown'"),
+        ("dies", "exited with code 3"),
+        ("interrupts", "interrupts: KeyboardInterrupt"),
+        ("panics", "panics: BaseException: a panic in Rust"),
+    ],
 )
 def test_does_a_run_that_cannot_start_write_nothing(tmp_path: Path, subject: str, message: str) -> None:
     with pytest.raises(CannotRun, match=message):
         run_quietly(config(tmp_path / "run", subject=subject))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_is_a_shard_that_ends_early_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(*_: object) -> None:
+        raise GeneratorExit("out of order")
+
+    monkeypatch.setattr(Slot, "run", ends)
+    outcome = run_quietly(config(tmp_path / "run"))
+    assert outcome.exit_code == 2
+    assert "out of order" in outcome.book.broken[0]
 
 
 def test_is_a_used_folder_refused(tmp_path: Path) -> None:

@@ -38,6 +38,12 @@ def crashes(context_lens, row_budget, max_context_chunk, split_alignment):
     return my_plan(context_lens, row_budget, max_context_chunk, split_alignment)
 
 
+@mlacheck.subject(stage="plan")
+def judges_itself(context_lens, row_budget, max_context_chunk, split_alignment):
+    import pytest
+    pytest.skip("not today")
+
+
 @mlacheck.subject(stage="plan", contract=mlacheck.Contract(device="cuda"))
 def elsewhere(context_lens, row_budget, max_context_chunk, split_alignment):
     return []
@@ -171,6 +177,14 @@ def test_is_a_crash_one_failed_check_and_a_subject_that_cannot_run_here_skipped_
     assert "SIGABRT" in done.text
     assert "in kernels.py:" in done.text
     assert "its contract asks for a CUDA GPU" in done.text
+
+
+def test_is_an_outcome_of_pytest_no_way_out_for_a_subject(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, *FAST, "--mlacheck-subject", "kernels.py:judges_itself", "-rsf")
+    assert done.code == 1
+    (failed,) = done.lines("FAILED")
+    assert failed.startswith("FAILED mlacheck::kernels.py:judges_itself::plan.run")
+    assert "raised Skipped(not today)" in done.text
 
 
 @pytest.mark.parametrize(

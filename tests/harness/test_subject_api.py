@@ -115,6 +115,8 @@ def test_is_a_wrong_name_one_clear_line(kernel: Path, name: str) -> None:
         ("def f(:", "SyntaxError: "),
         ("\nraise RuntimeError('no GPU')", "RuntimeError: no GPU (broken.py:2)"),
         ("raise SystemExit(3)", "SystemExit: 3 (broken.py:1)"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt (broken.py:1)"),
+        ("raise BaseException('a\\nb')", "BaseException: a b (broken.py:1)"),
     ],
 )
 def test_does_a_file_that_cannot_be_imported_say_where(tmp_path: Path, code: str, reason: str) -> None:
