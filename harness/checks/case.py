@@ -30,6 +30,7 @@ from harness.subjects.base import NotRunnable, PrefillOutcome, PrefillSubject
 from harness.subjects.registry import resolve
 from optimized.trace import AttendEvent, MergeEvent, Trace
 from reports.records import CaseRecord, CheckRecord, Status
+from reports.text import said
 
 RELATION_EVERY = 3
 """One case in this many is also judged by a relation (a second run)."""
@@ -93,7 +94,7 @@ def _judge(
     try:
         outcome = subject.prefill(problem, inputs, traced=True)
     except NotRunnable as reason:
-        return [failed("prefill", "prefill.run", str(reason), status=Status.NOT_RUN)]
+        return [failed("prefill", "prefill.run", said(reason), status=Status.NOT_RUN)]
     except MemoryError:
         raise
     except Exception as error:

@@ -26,6 +26,7 @@ from harness.problems.tensors import build_inputs, tensor_hash
 from harness.subjects.api import NotRunnable, StageSubject
 from harness.subjects.stages import STAGES
 from reports.records import CaseRecord, CheckRecord, Place, Status
+from reports.text import said
 
 REPEAT_EVERY = 4
 """In one case of this many (by its id) the first call is made twice."""
@@ -102,7 +103,7 @@ class StageRun:
         except Exception as error:
             if type(error).__name__ == "OutOfMemoryError":
                 raise
-            message = f"{call}: the subject raised {type(error).__name__} on a legal case: {error}{_line(error)}"
+            message = f"{call}: the subject raised {type(error).__name__} on a legal case: {said(error)}{_line(error)}"
             check = f"{self.stage}.run"
             raise Ended(failed(self.stage, check, message, Place(call=call), status=Status.CONTRACT)) from error
         return self._kept(call, result)
@@ -191,7 +192,7 @@ def _judge(run: StageRun) -> list[CheckRecord]:
     except Ended as end:
         checks = [end.record]
     except NotRunnable as reason:
-        return [failed(run.stage, f"{run.stage}.run", str(reason), status=Status.NOT_RUN)]
+        return [failed(run.stage, f"{run.stage}.run", said(reason), status=Status.NOT_RUN)]
     if not checks:
         return []
     if first_bad(checks) is None or first_bad(checks).check != f"{run.stage}.run":  # type: ignore[union-attr]

@@ -155,6 +155,19 @@ def test_does_an_exception_of_the_subject_say_where_it_came_from() -> None:
     assert "head dim 12 is not supported (test_stage_cases.py:" in record.message
 
 
+def test_is_an_exception_that_cannot_say_why_a_verdict_too() -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed):  # type: ignore[no-untyped-def]
+        raise MuteError
+
+    record = judge("attend", attend)
+    assert record.status is Status.CONTRACT
+    assert "the subject raised MuteError on a legal case: (its text cannot be made)" in record.message
+
+
 def test_are_bits_that_differ_from_call_to_call_racy() -> None:
     calls = itertools.count()
 
