@@ -20,6 +20,7 @@ from typing import Any
 
 from harness.engine.core_time import pid_file
 from harness.problems.problem import Problem
+from harness.subjects.copies import copies_end_here
 from harness.subjects.domain import Domain
 from reports.records import CaseRecord, Status
 from reports.text import described, said
@@ -105,7 +106,8 @@ def prepare(spec: WorkerSpec) -> dict[str, str]:
         SubjectRefused: the name is unknown or the subject cannot run here (one line).
     """
     try:
-        _load(spec)
+        with copies_end_here():
+            _load(spec)
     except SubjectRefused:
         raise
     except BaseException as error:
@@ -151,7 +153,8 @@ def run_case(spec: WorkerSpec, problem_json: str, limit_s: float | None = None) 
     if limit_s is not None:
         faulthandler.dump_traceback_later(SHORTLY_BEFORE * limit_s, file=2)
     try:
-        record = _load(spec)(problem, spec.subject)
+        with copies_end_here():
+            record = _load(spec)(problem, spec.subject)
     except MemoryError as error:
         record = bare_record(problem, spec.subject, Status.OOM, f"out of host memory: {said(error)}")
     except Exception as error:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from harness.subjects.contract import Contract
+from harness.subjects.copies import copies_end_here
 from harness.subjects.domain import Domain
 from harness.subjects.stages import STAGES, Stage
 
@@ -54,7 +55,8 @@ class StageSubject:
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """Call the function with those of the offered inputs that it takes."""
-        return self.function(**{name: value for name, value in inputs.items() if name in self.takes})
+        with copies_end_here():
+            return self.function(**{name: value for name, value in inputs.items() if name in self.takes})
 
 
 def subject(*, stage: str, contract: Contract | None = None) -> Callable[[F], F]:

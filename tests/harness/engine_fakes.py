@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 from hypothesis import strategies as st
 
@@ -52,6 +55,8 @@ def resolve(name: str) -> None:
         raise type("SubjectError", (ValueError,), {})("no subject is called 'unknown'")
     if name == "dies":
         os._exit(3)
+    if name == "leaves":
+        os._exit(0)
     if name == "interrupts":
         raise KeyboardInterrupt
     if name == "panics":
@@ -119,7 +124,7 @@ def once(case: Problem, subject: str) -> CaseRecord:
 
 def misbehaving(case: Problem, subject: str) -> CaseRecord:
     """By its number of tokens: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit, 7 exit later, 8 slow,
-    9 to 11 exceptions that are no Exception."""
+    9 to 11 exceptions that are no Exception, 12 a quiet exit, 13 a fork that returns twice, 14 a child that stays."""
     match case.num_tokens:
         case 1:
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -141,6 +146,13 @@ def misbehaving(case: Problem, subject: str) -> CaseRecord:
             raise GeneratorExit("stop")
         case 11:
             raise Skipped("not today")
+        case 12:
+            os._exit(0)
+        case 13:
+            os.fork()
+        case 14:
+            child = subprocess.Popen(["sleep", "600"])
+            Path(tempfile.gettempdir(), "child").write_text(str(child.pid))
     return good(case, subject)
 
 
