@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
-from multiprocessing import popen_forkserver
+from multiprocessing import popen_forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
@@ -69,9 +69,22 @@ class WorkerContext(ForkServerContext):
     Process = WorkerProcess
 
 
+def _start_tracker() -> None:
+    """Multiprocessing's tracker of semaphores, deaf to the closing of the terminal: the run outlives that for a while.
+
+    It takes care of the other signals itself.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def fork_context(preload: tuple[str, ...] = PRELOAD) -> ForkServerContext:
     """Context whose server process preloads the modules; only the first call of a process can choose them."""
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(variable, "1")
+    _start_tracker()
     multiprocessing.get_context("forkserver").set_forkserver_preload([*SERVER, *preload])
     return WorkerContext()
