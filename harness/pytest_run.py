@@ -162,6 +162,8 @@ class Campaign:
                 outcome = run(config, Observer())
         except CannotRun as reason:
             raise SuiteError(str(reason)) from None
+        if outcome.interrupted:
+            raise KeyboardInterrupt
         if outcome.book.broken:
             raise SuiteError(outcome.book.broken[0].strip().splitlines()[-1])
         found = [

@@ -80,9 +80,12 @@ class Slot:
         Raises:
             SubjectRefused: unknown subject, or it cannot be loaded here.
         """
+        facts: dict[str, str] = self._load(prepare)
+        return facts
+
+    def _load(self, function: Callable[..., Any]) -> Any:
         try:
-            facts: dict[str, str] = self._call(prepare, START_TIMEOUT_S)
-            return facts
+            return self._call(function, START_TIMEOUT_S)
         except TimeoutError:
             raise SubjectRefused(f"{self.spec.subject}: not loaded after {START_TIMEOUT_S:.0f} s") from None
         except (ProcessExpired, BrokenProcessPool) as error:
@@ -116,8 +119,8 @@ class Slot:
             self._pool = self._new_pool()
 
     def domain(self) -> Domain | None:
-        """The problems that are legal for the prepared subject; None: all are."""
-        found: Domain | None = self._pool.schedule(domain_of, args=(self.spec,), timeout=START_TIMEOUT_S).result()
+        """The problems that are legal for the subject; None: all are. Raises SubjectRefused."""
+        found: Domain | None = self._load(domain_of)
         return found
 
     def run(self, problem_json: str, timeout_s: float | None = None) -> CaseRecord:

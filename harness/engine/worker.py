@@ -118,8 +118,8 @@ def prepare(spec: WorkerSpec) -> dict[str, str]:
 
 
 def domain_of(spec: WorkerSpec) -> Domain | None:
-    """The problems that are legal for the subject, where it says so."""
-    _load(spec)
+    """The problems that are legal for the subject, where it says so. Raises SubjectRefused."""
+    prepare(spec)
     domain: Domain | None = getattr(_named(spec.resolver)(spec.subject), "domain", None)
     return domain
 

@@ -40,6 +40,11 @@ def cases_of_two_scales(profile: str) -> st.SearchStrategy[Problem]:
     return st.tuples(cases(profile), st.sampled_from([0.25, 0.5])).map(lambda pair: pair[0].replace(scale=pair[1]))
 
 
+def deadly_cases(profile: str) -> st.SearchStrategy[Problem]:
+    """A strategy that takes its process down."""
+    os._exit(0)
+
+
 def broken_cases(profile: str) -> st.SearchStrategy[Problem]:
     """A strategy with a bug."""
     raise RuntimeError("the strategy is broken")

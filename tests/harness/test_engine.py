@@ -298,6 +298,12 @@ def test_does_a_run_that_cannot_start_write_nothing(tmp_path: Path, subject: str
     assert list(tmp_path.iterdir()) == []
 
 
+def test_is_a_driver_that_ends_early_no_success(tmp_path: Path) -> None:
+    outcome = run_quietly(config(tmp_path / "run", strategy="tests.harness.engine_fakes:deadly_cases"))
+    assert outcome.exit_code == 2
+    assert "the driver process ended unexpectedly" in outcome.book.broken[0]
+
+
 def test_is_a_shard_that_ends_early_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ends(*_: object) -> None:
         raise GeneratorExit("out of order")
