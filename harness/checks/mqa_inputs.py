@@ -18,6 +18,8 @@ from reference.latent import absorb_query, split_weight
 _SHUFFLE_TAG, _GARBAGE_TAG = 701, 702
 SPARE_SLOTS = 3
 """Rows of the pool that belong to no request."""
+_FAR = 2**20
+"""Entries further past the end of a sequence become the highest int32."""
 
 
 NOBODYS = -3.0
@@ -111,6 +113,12 @@ def _spare_value(facts: Facts) -> float:
     return torch.nan if facts.contract.unselected_rows == "poison" else 3.0
 
 
+def _past_the_end(excess: torch.Tensor, rows: int) -> torch.Tensor:
+    """Indices past the last of `rows`, from how far an entry is past its sequence: mostly the first one behind it."""
+    near = torch.where(excess % 4 == 3, rows + excess, rows)
+    return torch.where(excess > _FAR, torch.iinfo(torch.int32).max, near)
+
+
 def _call(facts: Facts, name: str, kv: torch.Tensor, slots: list[torch.Tensor], key_lens: list[int]) -> MqaCall:
     contract, dims = facts.contract, facts.problem.dims
     lists, lengths, counts = [], [], []
@@ -127,7 +135,8 @@ def _call(facts: Facts, name: str, kv: torch.Tensor, slots: list[torch.Tensor], 
         listed = slots[request][torch.where(owned, rows, 0)] if num_keys else torch.zeros_like(rows)
         invalid = torch.where(rows < 0, rows, -1)
         if contract.invalid_index == "ignored":
-            invalid = torch.where(rows >= facts.seq_lens[request], len(kv) + rows.clamp(max=2**30), invalid)
+            beyond = _past_the_end(rows - facts.seq_lens[request], len(kv))
+            invalid = torch.where(rows >= facts.seq_lens[request], beyond, invalid)
         lists.append(torch.where(owned, listed, invalid))
         last = torch.where(owned, torch.arange(dims.topk, device=rows.device) + 1, 0)
         lengths.append(last.amax(dim=1))

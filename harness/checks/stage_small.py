@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from harness.checks.facts import Facts
 from harness.checks.gather import check_gather
 from harness.checks.guards import GuardedBuffer, guarded
 from harness.checks.link import first_bad
@@ -15,8 +16,11 @@ from harness.checks.mask import check_mask
 from harness.checks.plan import ExpectedChunk
 from harness.checks.stage_case import Ended, StageRun
 from harness.checks.verdict import failed, passed
+from harness.problems.bits import Stream
 from harness.problems.workspace import padded_rows, words_per_row
 from reports.records import CheckRecord, Place, Status
+
+_PARTS_TAG = 703
 
 
 def judge_mask(run: StageRun) -> list[CheckRecord]:
@@ -104,16 +108,31 @@ def _remapped(rows: Sequence[torch.Tensor], starts: Sequence[int], lens: Sequenc
 
 
 def judge_gather(run: StageRun) -> list[CheckRecord]:
-    """The gathers of a layer: each context chunk, and all contexts at once."""
+    """The gathers of a layer, each context chunk and all contexts at once, and a part of each context.
+
+    The parts start anywhere: a plan starts at 0 in all requests of a chunk but the first.
+    """
     facts = run.facts
     if not any(facts.context_lens):
         return []
     whole = ExpectedChunk(0, tuple(0 for _ in facts.context_lens), tuple(facts.context_lens))
     calls = [("whole", whole), *((f"chunk[{index}]", chunk) for index, chunk in enumerate(facts.plan))]
+    calls.append(("parts", _parts(facts)))
     records: list[CheckRecord] = []
     for name, chunk in calls:
         records.append(_one_gather(run, name, chunk))
     return records
+
+
+def _parts(facts: Facts) -> ExpectedChunk:
+    """A range of each context that starts at any of its rows and ends at any row behind."""
+    stream = Stream(facts.problem.paging.seed, _PARTS_TAG)
+    starts, lengths = list[int](), list[int]()
+    for context in facts.context_lens:
+        start, length = (int(n) % max(context, 1) for n in stream.integers(2**31, 2))
+        starts.append(start)
+        lengths.append(min(length + 1, context - start))
+    return ExpectedChunk(0, tuple(starts), tuple(lengths))
 
 
 def _one_gather(run: StageRun, name: str, chunk: ExpectedChunk) -> CheckRecord:

@@ -99,7 +99,7 @@ def _plain_fields(p: Problem) -> Iterator[Changes]:
     """Every special feature that can go, goes."""
     plain_paging = Paging(block_size=p.paging.block_size, seed=p.paging.seed)
     plain_data = DataSpec(seed=p.data.seed)
-    plain_topk = {"order": "ascending", "holes": "tail", "any_negative": False}
+    plain_topk = {"order": "ascending", "holes": "tail", "any_negative": False, "lowest": False}
     yield {"layout": Layout(), "paging": plain_paging}
     yield {"layout": Layout()}
     yield {"paging": plain_paging}

@@ -10,6 +10,9 @@ _LSE = 'lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.math.log2(di
 _K_HEAD = "k_head = k_ptr + k_start.to(tl.int64) * stride_kt + head * stride_kh"
 _PV = "acc = dot(round_to(p, v.dtype), v, acc * tl.expand_dims(decay, LAST_AXIS))"
 _SCALE = "        scale * LOG2_E,\n"
+_FIRST_MAX = 'row_max = tl.full(STATS, float("-inf"), tl.float32)'
+_MASKED_SCORES = 'scores = tl.where(keep, scores * scale_log2, float("-inf"))'
+_SHIFT = 'shift = tl.where(new_max == float("-inf"), 0.0, new_max)'
 _HEADER = "\n_LIST_WORDS = 32\n"
 
 ATTENTION_MUTANTS = (
@@ -20,7 +23,7 @@ ATTENTION_MUTANTS = (
         "MERGE-LSE",
         "attend.lse",
         "A row whose first key tile is empty is rescaled by exp(-inf - -inf).",
-        (_KERNELS, 'shift = tl.where(new_max == float("-inf"), 0.0, new_max)', "shift = new_max"),
+        (_KERNELS, _SHIFT, "shift = new_max"),
         needs="triton",
     ),
     mutant(
@@ -68,6 +71,27 @@ ATTENTION_MUTANTS = (
         "attend.out",
         "Probabilities are cut at one half before the product with V, and not in the row sum.",
         (_KERNELS, _PV, _PV.replace("round_to(p, v.dtype)", "round_to(tl.minimum(p, 0.5), v.dtype)")),
+        needs="triton",
+    ),
+    mutant(
+        "attend_max_starts_finite",
+        "own",
+        "attend",
+        "MERGE-LSE",
+        "attend.lse",
+        "The running maximum starts at -100, so that the probabilities of rows far below it vanish.",
+        (_KERNELS, _FIRST_MAX, _FIRST_MAX.replace('float("-inf")', "-100.0")),
+        needs="triton",
+    ),
+    mutant(
+        "attend_masked_scores_finite",
+        "own",
+        "attend",
+        "MERGE-LSE",
+        "attend.lse",
+        "Masked scores are -1000, and a row whose maximum is no higher counts as empty.",
+        (_KERNELS, _MASKED_SCORES, _MASKED_SCORES.replace('float("-inf")', "-1000.0")),
+        (_KERNELS, _SHIFT, _SHIFT.replace('== float("-inf")', "<= -1000.0")),
         needs="triton",
     ),
     mutant(

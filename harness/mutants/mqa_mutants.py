@@ -11,6 +11,9 @@ _PATH = "mqa_path.py"
 _LATENT = "latent = tl.load(kv_rows + dim, mask=kv_ok & dims_ok, other=0)"
 _ROPE_E4M3 = "rope = round_to(decode_e4m3(rope) * kv_scale, q.dtype)"
 _LSE = 'lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.math.log2(divisor)) * LN_2)'
+_FIRST_MAX = 'row_max = tl.full(STATS, float("-inf"), tl.float32)'
+_SCORES = 'scores = tl.where(tl.expand_dims(keep, KEEP_AXIS), scores * scale_log2, float("-inf"))'
+_SHIFT = 'shift = tl.where(new_max == float("-inf"), 0.0, new_max)'
 _COUNTS = "return slots, valid.sum(dim=1, dtype=torch.int32)"
 
 MQA_MUTANTS = (
@@ -58,6 +61,25 @@ MQA_MUTANTS = (
         "mqa.lse",
         "A row without keys gets LSE +inf.",
         (_KERNEL, _LSE, _LSE.replace('"-inf"', '"inf"')),
+    ),
+    mutant(
+        "mqa_max_starts_finite",
+        "own",
+        "mqa",
+        "MERGE-LSE",
+        "mqa.lse",
+        "The running maximum starts at -100, so that the probabilities of rows far below it vanish.",
+        (_KERNEL, _FIRST_MAX, _FIRST_MAX.replace('float("-inf")', "-100.0")),
+    ),
+    mutant(
+        "mqa_invalid_scores_finite",
+        "own",
+        "mqa",
+        "MERGE-LSE",
+        "mqa.lse",
+        "Scores of invalid entries are -1000, and a row whose maximum is no higher counts as empty.",
+        (_KERNEL, _SCORES, _SCORES.replace('float("-inf")', "-1000.0")),
+        (_KERNEL, _SHIFT, _SHIFT.replace('== float("-inf")', "<= -1000.0")),
     ),
     mutant(
         "mqa_slot_row_wraps",

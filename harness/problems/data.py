@@ -1,7 +1,8 @@
 """Input families: the numbers of a case, as float32 arrays made by exact operations.
 
 Each family shows a class of faults that the others hide: flat scores show a wrong mask, sharp ones a wrong
-rescaling, gaps between chunks a wrong merge, heavy tails and offsets in V a wrong rounding. Latents are drawn
+rescaling, gaps between chunks a wrong merge, heavy tails and offsets in V a wrong rounding, scores far below 0 a
+finite number in place of -inf. Latents are drawn
 for whole sequences; `tensors.py` puts the context into the cache and the suffix into `kv_c_normed` and
 `k_pe`.
 """
@@ -17,17 +18,22 @@ from harness.problems.bits import F32, I64, Stream
 from harness.problems.names import Family
 from harness.problems.problem import Problem
 
-_Q, _LATENT, _ROPE, _WEIGHT, _PICK, _TAIL = range(501, 507)
+_Q, _LATENT, _ROPE, _WEIGHT, _PICK, _TAIL, _LEVEL = range(501, 508)
 _MAX_QUERY_FACTOR = 4096.0
 """Keeps queries inside fp16 whatever the scale."""
 
-_SHIFTED: frozenset[Family] = frozenset({"chunk_gap", "rising", "near_overflow"})
+_SHIFTED: frozenset[Family] = frozenset({"chunk_gap", "rising", "near_overflow", "low", "very_low", "low_rows"})
 """Families whose latent entry 0 moves the score of a key up or down, through key column 0 of every head."""
 _SPLIT: frozenset[Family] = frozenset({"offset_v", "heavy_v"})
 """Families whose keys read the first half of the latent and whose values read the second."""
 _GAPS = np.array([0, 16, -16, 32, -8, 24], dtype=np.float32)
 _LOGIT = 512.0
 """Shift of `near_overflow`: exp(256) and more overflow float32 unless the maximum is subtracted."""
+_LOW: dict[str, tuple[float, ...]] = {"low": (-512.0,), "very_low": (-4096.0, -32768.0), "low_rows": (-4096.0,)}
+"""Shifts below 0, one for each seed: exact in every storage type of 16 bits, the lowest just inside fp16. Bounds grow
+with the scores: at the lowest about half of the wrong keys show in the numbers, at the others nearly all."""
+_ROW_LEVELS = np.array([0.0, 1.0, 2.0**-3, 0.0], dtype=np.float32)
+"""`low_rows`: what share of the shift a row takes, head by head."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,17 @@ def _queries(problem: Problem) -> F32:
     if family in _SHIFTED:
         # scale * q0 is in [1/2, 1): the shift of a key's score is its latent entry 0 times that
         q[:, :, 0] = np.float32(2.0 ** -math.frexp(problem.scale)[1])
+    if family == "low_rows":
+        q[:, :, 0] *= _ROW_LEVELS[_row_levels(problem)]
     if family == "rope_heavy":
         q[:, :, dims.nope :] *= np.float32(2.0**-6)
     return q
+
+
+def _row_levels(problem: Problem) -> I64:
+    """`[T, H]`: index of the level of each row of each head."""
+    shape = (problem.num_tokens, problem.dims.heads)
+    return Stream(problem.data.seed, _LEVEL).integers(len(_ROW_LEVELS), math.prod(shape)).reshape(shape)
 
 
 def _query_factor(problem: Problem) -> float:
@@ -181,6 +195,9 @@ def _score_shift(problem: Problem) -> F32:
     position = _positions(problem)
     if family == "near_overflow":
         return np.full(position.shape, _LOGIT, dtype=np.float32)
+    if family in _LOW:
+        levels = _LOW[family]
+        return np.full(position.shape, levels[problem.data.seed % len(levels)], dtype=np.float32)
     if family == "rising":
         length = np.repeat(np.array(problem.seq_lens, dtype=np.int64), problem.seq_lens)
         return (position * 48 // np.maximum(length, 1)).astype(np.float32)

@@ -20,10 +20,10 @@ def _values(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_SOME_REQUEST: Facts = {"requests": _values("1 2 3..4 5..")}
-_TWO_REQUESTS: Facts = {"requests": _values("2 3..4 5..")}
+_SOME_REQUEST: Facts = {"requests": _values("1 2 3..4 5..8 9..")}
+_TWO_REQUESTS: Facts = {"requests": _values("2 3..4 5..8 9..")}
 _CONTEXT: Facts = {
-    "requests": _values("1 2 3..4 5.."),
+    "requests": _values("1 2 3..4 5..8 9.."),
     "chunks": _values("1 2 3..5 6.."),
     "path": _values("dense global_mask remap mqa refused"),
 }
@@ -33,6 +33,8 @@ _OTHER_BATCH: Facts = _AFTER | {"batch": _values("other")}
 _NO_MASK: Facts = {"path": _values("dense mqa refused")}
 
 _FACTS: dict[str, Facts] = {
+    # recorded batches are cut to `max_requests`
+    "requests:9..": {"lengths": _values("drawn")},
     "chunks:0": {"path": _values("dense no_context mqa refused")},
     **{f"chunks:{n}": {"path": _CONTEXT["path"], **_SOME_REQUEST} for n in ("1", "2", "3..5", "6..")},
     "path:no_context": {"chunks": _values("0")},
@@ -91,6 +93,7 @@ _FACTS: dict[str, Facts] = {
     **{f"topk:{kind}": _SOME_REQUEST | {"rows": _values("drawn")} for kind in TOPK_KINDS},
     "topk_rows:explicit": {"rows": _values("explicit")},
     "topk_rows:any_negative": {"rows": _values("drawn")},
+    "topk_rows:lowest_negative": {"rows": _values("drawn")},
     "topk_rows:one_slot": {"width": _values("1")},
     "topk_rows:narrow": {"width": _values("narrow")},
     "topk_rows:wide": {"width": _values("wide")},
@@ -139,7 +142,8 @@ def impossible_features(name: ProfileName) -> frozenset[str]:
     heads = {*profile.heads, *profile.published_heads}
     longest = max(profile.max_query, profile.published_query, *profile.long_queries)
     reached = {
-        "requests:5..": profile.max_requests >= 5,
+        "requests:9..": profile.many_share > 0,
+        "requests:5..8": profile.max_requests >= 5,
         "requests:3..4": profile.max_requests >= 3,
         "chunks:6..": profile.max_chunks >= 6,
         "query_len:258..": longest >= 258,

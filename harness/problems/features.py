@@ -30,7 +30,7 @@ _QUERY_BETWEEN = {2: "2..30", 34: "34..126", 130: "130..254", 258: "258.."}
 _CONTEXTS = ("0", "below_block", "32k", "32k+1", "32k-1", "block_k", "block_k+1", "block_k-1", "other")
 
 _ONE_OF: dict[str, tuple[str, ...]] = {
-    "requests": ("0", "1", "2", "3..4", "5.."),
+    "requests": ("0", "1", "2", "3..4", "5..8", "9.."),
     "chunks": ("0", "1", "2", "3..5", "6.."),
     "path": ("dense", "no_context", "global_mask", "remap", "mqa"),
     "force": ("none", "dense", "masked", "masked_remap", "mqa"),
@@ -83,7 +83,7 @@ _ANY_OF: dict[str, tuple[str, ...]] = {
     "mask": ("last_word_full", "last_word_one_key", "last_word_31_keys", "spare_words", "rows==padded_rows"),
     "paging": ("shared_prefix", "spare_blocks", "table_pad", "row_pad", "scale!=1", "partial_last_block"),
     "topk": TOPK_KINDS,
-    "topk_rows": ("any_negative", "wider_than_a_sequence", "one_slot", "explicit", "narrow", "wide"),
+    "topk_rows": ("any_negative", "lowest_negative", "wider_than_a_sequence", "one_slot", "explicit", "narrow", "wide"),
     "layout": ("decode_tokens", "q_pad", "kv_pad", "out_pad", "topk_pad"),
     "model": ("no_rope", "tensor_parallel", "odd_dims", "v!=nope"),
     "before": BEFORE,
@@ -127,7 +127,7 @@ def _one_of(problem: Problem) -> dict[str, str]:
     explicit = topk.rows is not None
     plain_scale = math.isclose(problem.scale, dims.qk**-0.5, rel_tol=1e-6)
     return {
-        "requests": _ranged(len(problem.requests), (0, 1, 2, 3, 5)),
+        "requests": _ranged(len(problem.requests), (0, 1, 2, 3, 5, 9)),
         "chunks": _ranged(len(problem.planned_chunks), (0, 1, 2, 3, 6)),
         "path": problem.expected_path(),
         "force": problem.force or "none",
@@ -269,6 +269,7 @@ def _topk_rows(problem: Problem) -> set[str]:
     return _true(
         {
             "any_negative": problem.topk.any_negative and problem.topk.rows is None,
+            "lowest_negative": problem.topk.lowest and problem.topk.any_negative and problem.topk.rows is None,
             "wider_than_a_sequence": any(0 < n < width for n in problem.seq_lens)
             and problem.expected_path() != "dense",
             "one_slot": width == 1,

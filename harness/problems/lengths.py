@@ -10,12 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from harness.problems import traffic
-from harness.problems.draws import among, between, weighted
+from harness.problems.draws import among, between, chance, weighted
 from harness.problems.names import TOPK_KINDS, Path, TopkKind
 from harness.problems.profiles import Profile
 
 Lengths = list[tuple[int, int]]
 """(context_len, query_len) of each request"""
+
+
+MANY = (9, 40)
+"""Fewest and most requests of a batch of tiny ones."""
+_TINY_CONTEXT = 12
 
 
 class Room(NamedTuple):
@@ -59,9 +64,21 @@ def shapes(profile: Profile, room: Room) -> SearchStrategy[list[Shape]]:
         between(1, room.context),
         weighted(("random", 3), *((kind, 1) for kind in TOPK_KINDS)),
     )
+    tiny = st.builds(
+        Shape,
+        weighted((1, 8), (2, 2), (0, 2), (3, 1)),
+        st.just(1),
+        weighted(("any", 7), ("none", 1)),
+        between(1, _TINY_CONTEXT),
+        weighted(("random", 3), *((kind, 1) for kind in TOPK_KINDS)),
+    )
     counts = [(n, w) for n, w in ((1, 34), (2, 30), (3, 20), (4, 8), (6, 4), (8, 4)) if n <= profile.max_requests]
     sizes = weighted(*counts, (0, 1))
-    return sizes.flatmap(lambda n: st.lists(shape, min_size=n, max_size=n))
+    few = sizes.flatmap(lambda n: st.lists(shape, min_size=n, max_size=n))
+    many = st.tuples(
+        st.lists(shape | tiny, min_size=1, max_size=1), st.lists(tiny, min_size=MANY[0] - 1, max_size=MANY[1] - 1)
+    )
+    return chance(profile.many_share).flatmap(lambda more: many.map(lambda parts: parts[0] + parts[1]) if more else few)
 
 
 def clip(drawn: Sequence[Shape], profile: Profile, path: Path, block_size: int, room: Room) -> Lengths:

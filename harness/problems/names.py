@@ -28,6 +28,9 @@ Family = Literal[
     "one_hot",
     "powers_of_two",
     "rope_heavy",
+    "low",
+    "very_low",
+    "low_rows",
 ]
 Weights = Literal["normal", "exact"]
 

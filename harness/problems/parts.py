@@ -115,6 +115,8 @@ class TopkSpec(Part):
     """Where the slots without a key stand."""
     any_negative: bool = False
     """Slots without a key hold negative numbers of any size, not only -1."""
+    lowest: bool = False
+    """With `any_negative`: every fourth of them or so holds the lowest int32, whose magnitude is no int32."""
     seed: Seed = 0
     rows: tuple[tuple[Index, ...], ...] | None = None
     """One row a token, each at most `topk` long and filled up with -1; then `kinds` may be empty."""

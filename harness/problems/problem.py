@@ -269,8 +269,13 @@ class Problem(Part):
 
     @cached_property
     def case_id(self) -> str:
-        """16 hex digits of the canonical JSON without `source`, and without a history where there is none."""
+        """16 hex digits of the canonical JSON without `source`, and without a history where there is none.
+
+        A field that later versions added is left out where it has its default, so that an old case keeps its id.
+        """
         content = self.model_dump(mode="json", exclude={"source", "history"})
+        if not self.topk.lowest:
+            del content["topk"]["lowest"]
         if self.history:
             content["history"] = [earlier.case_id for earlier in self.history]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))

@@ -45,6 +45,8 @@ class Profile:
     published_query: int
     """Query tokens of a batch with published sizes"""
     published_context: int
+    many_share: int = 6
+    """Share of batches of more requests than that, nearly all of them tiny"""
     max_dense: int = 2**20
     """Query tokens, and context tokens, of a batch on the dense path: its top-k rows are as wide as it is long"""
     traffic_share: int = 20

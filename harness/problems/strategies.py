@@ -200,14 +200,15 @@ def _workspace(
 
 def _topk(draw: DrawFn, lengths: Lengths, kinds: Sequence[TopkKind], width: int) -> TopkSpec:
     uniform, order, holes = draw(st.booleans()), draw(among(*SLOT_ORDERS)), draw(among(*HOLES))
-    any_negative, seed, explicit = draw(st.booleans()), draw(SEEDS), draw(chance(25))
+    any_negative, lowest, seed, explicit = draw(st.booleans()), draw(st.booleans()), draw(SEEDS), draw(chance(25))
     tokens = sum(q for _, q in lengths)
     if explicit and 0 < tokens <= _EXPLICIT_TOKENS:
         key = between(-2, max(c + q for c, q in lengths) + 1)
         row = st.lists(key, max_size=min(width, _EXPLICIT_SLOTS)).map(tuple)
         return TopkSpec(rows=tuple(draw(row) for _ in range(tokens)))
     chosen = (kinds[0],) * len(kinds) if uniform and kinds else tuple(kinds)
-    return TopkSpec(kinds=chosen, order=order, holes=holes, any_negative=any_negative, seed=seed)
+    lowest &= any_negative
+    return TopkSpec(kinds=chosen, order=order, holes=holes, any_negative=any_negative, lowest=lowest, seed=seed)
 
 
 def _data(draw: DrawFn) -> DataSpec:

@@ -14,6 +14,7 @@ import numpy as np
 
 from harness.problems.bits import I64, Stream
 from harness.problems.names import TopkKind
+from harness.problems.parts import TopkSpec
 from harness.problems.problem import Problem
 
 _REQUEST_TAG = 2**20
@@ -22,7 +23,7 @@ _SORT_LIMIT = 2**21
 """Up to this many (row, key) pairs a row is an exactly uniform draw; beyond, one draw from each stratum."""
 _STEPS = (7919, 104729)
 """Primes; no row is a multiple of both, so one of them is coprime to the row's length."""
-INT32_MAX = 2**31 - 1
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _request_rows(problem: Problem, index: int, kind: TopkKind) -> I64:
         sign = 1 if spec.order == "ascending" else -1
         sortable: I64 = np.where(filled, sign * keys, INT32_MAX).astype(np.int64)
         keys = sign * np.sort(sortable, axis=1, kind="stable")
-    keys = np.where(filled, keys, _hole_values(rows, kind, spec.any_negative))
+    keys = np.where(filled, keys, _hole_values(rows, kind, spec))
     return _place_holes(keys, taken, spec.holes, stream)
 
 
@@ -118,15 +119,18 @@ def _pick(count: I64, topk: int, stream: Stream) -> I64:
     return (low + jitter).astype(np.int64)
 
 
-def _hole_values(rows: Rows, kind: TopkKind, any_negative: bool) -> I64:
+def _hole_values(rows: Rows, kind: TopkKind, spec: TopkSpec) -> I64:
     shape, size = (rows.query, rows.topk), rows.query * rows.topk
     if kind == "past_end":
         beyond = rows.seq + rows.stream.integers(70, size).reshape(shape)
         return np.where(rows.stream.integers(8, size).reshape(shape) == 0, INT32_MAX, beyond)
-    if any_negative:
+    if spec.any_negative:
         near = -1 - rows.stream.integers(64, size)
         far = -1 - rows.stream.integers(2**31, size)
-        return np.where(rows.stream.integers(2, size) == 0, near, far).reshape(shape)
+        holes = np.where(rows.stream.integers(2, size) == 0, near, far)
+        if spec.lowest:
+            holes = np.where(rows.stream.integers(4, size) == 0, INT32_MIN, holes)
+        return holes.reshape(shape)
     return np.full(shape, -1, dtype=np.int64)
 
 

@@ -148,7 +148,7 @@ _GATHER = Stage(
         "num_tokens": "int",
         "kv_cache_dtype": "`auto`, `fp8_e4m3` or `fp8_ds_mla`",
         "scale": "float: scale of `fp8_e4m3`",
-        "seq_starts": "`[B]` int32: position of the first row of each request",
+        "seq_starts": "`[B]` int32: position of the first row of each request: any, aligned to blocks or not",
         "rope": "int",
         "dtype": "torch.dtype of the rows",
     },

@@ -14,7 +14,7 @@ from harness.problems.features import FEATURES
 from harness.problems.history import same_layer, same_metadata, same_sizes
 from harness.problems.names import TOPK_KINDS, Path
 from harness.problems.problem import Problem
-from harness.problems.profiles import PROFILE_NAMES, ProfileName
+from harness.problems.profiles import PROFILE_NAMES, PROFILES, ProfileName
 from harness.problems.sequences import KINDS
 from harness.problems.splits import split_context
 from harness.problems.strategies import cases
@@ -61,7 +61,25 @@ def test_every_path_and_chunk_count_has_its_share(profile: ProfileName) -> None:
     assert share(profile, lambda p: len(p.requests) > 1) >= 0.4
     assert share(profile, lambda p: len(p.requests) == 1) >= 0.2
     assert share(profile, lambda p: "traffic" in p.source) >= 0.13
-    assert share(profile, lambda p: "dims:published" in p.features()) >= 0.09
+    assert share(profile, lambda p: "dims:published" in p.features()) >= 0.07
+
+
+@pytest.mark.parametrize("profile", PROFILE_NAMES)
+def test_some_batches_have_many_tiny_requests(profile: ProfileName) -> None:
+    many = [problem for problem in drawn(profile) if len(problem.requests) > PROFILES[profile].max_requests]
+    assert 0.015 <= len(many) / len(drawn(profile)) <= 0.1
+    assert all("requests:9.." in problem.features() for problem in many)
+    assert max(len(problem.requests) for problem in many) > 12
+    for problem in many:
+        assert len(problem.requests) <= 40
+        # the first may be of any size, and the second its twin
+        assert max(problem.query_lens[2:]) <= 3
+        assert max(problem.context_lens[2:]) <= 12
+
+
+def test_scores_far_below_0_and_the_lowest_int32_have_their_share() -> None:
+    assert share("quick", lambda p: p.data.family in ("low", "very_low", "low_rows")) >= 0.06
+    assert share("quick", lambda p: "topk_rows:lowest_negative" in p.features()) >= 0.12
 
 
 @pytest.mark.parametrize("profile", PROFILE_NAMES)

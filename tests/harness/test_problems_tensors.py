@@ -248,6 +248,17 @@ def test_each_family_is_what_it_is_named_for(weights: str, scale: float) -> None
     assert float(s.min()) > 200
     assert float(s.max()) < 600
     assert float((s.max(dim=2).values - s.min(dim=2).values).max()) < 20
+    for family, high, low in (("low", -200, -600), ("very_low", -2000, -4200)):
+        s, _ = drawn(family)
+        assert float(s.max()) < high
+        assert float(s.min()) > low
+        assert float((s.max(dim=2).values - s.min(dim=2).values).max()) < 20
+    s, _ = drawn("low_rows")
+    of_rows = s.mean(dim=2)
+    assert bool((of_rows[:, :32] > -20).any())
+    assert bool(((of_rows[:, :32] < -200) & (of_rows[:, :32] > -600)).any())
+    assert bool((of_rows[:, :32] < -2000).any())
+    assert float((s.max(dim=2).values - s.min(dim=2).values).max()) < 20
     _, v = drawn("ties")
     assert distinct_rows(v[:96]) == 4
     s, v = drawn("repeated")
@@ -263,6 +274,13 @@ def test_each_family_is_what_it_is_named_for(weights: str, scale: float) -> None
     assert bool((mantissas == 0.5).all())
     problem = make(((0, 96),), data=DataSpec(family="rope_heavy"))
     assert float(build_inputs(problem).k_pe.float().std()) > 40
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_lowest_scores_are_below_any_finite_fill_of_ten_thousand(dtype: str) -> None:
+    s, _ = scores_and_values(make(((40, 8),), data=DataSpec(family="very_low", seed=3), scale=0.3, dtype=dtype))
+    assert float(s.min()) > -33_000
+    assert float(s.max()) < -16_000
 
 
 def test_chunk_gap_puts_scores_of_different_chunks_far_apart() -> None:

@@ -149,6 +149,13 @@ def test_holes_may_hold_any_negative_number() -> None:
     assert {k for row in rows_of(make("sinks")) for k in row if k < 0} == {-1}
 
 
+def test_a_fair_share_of_the_negative_numbers_is_the_lowest_of_all() -> None:
+    holes = [k for row in rows_of(make("sinks", any_negative=True, lowest=True)) for k in row if k < 0]
+    assert 0.15 < holes.count(-(2**31)) / len(holes) < 0.35
+    assert len(set(holes)) > 50
+    assert {k for row in rows_of(make("sinks", lowest=True)) for k in row if k < 0} == {-1}
+
+
 def test_long_rows_are_distinct_and_spread_over_the_whole_sequence() -> None:
     problem = make("random", context=40_000, query=70, topk=2048)
     for i, row in enumerate(rows_of(problem)):

@@ -32,6 +32,11 @@ CASES = {
     "duplicates": problem((30, 4), kinds=("duplicates",)),
     "past the end": problem((30, 4), kinds=("past_end",)),
     "future": problem((10, 6), kinds=("future",)),
+    "many requests": problem(*((n % 7, n % 3) for n in range(14))),
+    "low": RAGGED.replace(data=DataSpec(family="low")),
+    "very low": RAGGED.replace(data=DataSpec(family="very_low", seed=4)),
+    "lowest, fp16": RAGGED.replace(dtype="fp16", data=DataSpec(family="very_low", seed=5)),
+    "low rows": RAGGED.replace(data=DataSpec(family="low_rows")),
     "no queries": problem((30, 0), (0, 3)),
     "fp16, exact weights": RAGGED.replace(dtype="fp16", data=DataSpec(weights="exact", family="flat")),
     "nothing": problem(),
@@ -254,6 +259,51 @@ def test_is_a_slot_that_was_not_attended_named() -> None:
     assert "(slot " in record.message
 
 
+@pytest.mark.parametrize(("past", "found"), [(1, True), (3, True), (0, False)])
+def test_is_an_index_just_past_the_end_given(past: int, found: bool) -> None:
+    def clamped(q, kv, indices, scale, v_dim):  # type: ignore[no-untyped-def]
+        taken = torch.where(indices < len(kv) + past, indices.clamp(max=len(kv) - 1), -1)
+        return my_mqa(q, kv, taken, scale, v_dim)
+
+    assert (broken(judge("mqa", clamped, CASES["past the end"])) == ["mqa.keys"]) == found
+
+
+def test_is_the_first_index_past_the_end_the_most_frequent_one() -> None:
+    beyond: list[int] = []
+
+    def seen(q, kv, indices, scale, v_dim):  # type: ignore[no-untyped-def]
+        beyond.extend((indices - len(kv))[indices >= len(kv)].tolist())
+        return my_mqa(q, kv, indices, scale, v_dim)
+
+    assert judge("mqa", seen, problem((60, 9), kinds=("past_end",))).status is Status.PASS
+    assert beyond.count(0) > len(beyond) // 2
+    assert max(beyond) > 2**30
+    assert any(0 < excess < 200 for excess in beyond)
+
+
+@pytest.mark.parametrize(
+    ("family", "seed", "floor"),
+    [("low", 0, -100.0), ("very_low", 0, -1e3), ("very_low", 1, -1e4), ("low_rows", 0, 0.0)],
+)
+@pytest.mark.parametrize("stage", ["attend", "mqa"])
+def test_is_a_maximum_that_starts_at_a_finite_number_found(stage: str, family: str, seed: int, floor: float) -> None:
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed):  # type: ignore[no-untyped-def]
+        out, lse = my_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed)
+        return vanished(out, lse)
+
+    def mqa(q, kv, indices, scale, v_dim):  # type: ignore[no-untyped-def]
+        return vanished(*my_mqa(q, kv, indices, scale, v_dim))
+
+    def vanished(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gone = lse < floor - 100
+        return out.masked_fill(gone.t()[..., None], 0.0), lse.masked_fill(gone, -torch.inf)
+
+    data = DataSpec.model_validate({"family": family, "seed": seed})
+    function = attend if stage == "attend" else mqa
+    assert f"{stage}.lse" in broken(judge(stage, function, RAGGED.replace(data=data), repeat=False))
+    assert broken(judge(stage, function, RAGGED, repeat=False)) == []
+
+
 def test_are_duplicates_counted_as_the_contract_says() -> None:
     def per_slot(q, kv, indices, scale, v_dim):  # type: ignore[no-untyped-def]
         out = torch.zeros(q.shape[0], q.shape[1], v_dim, dtype=q.dtype)
@@ -308,6 +358,12 @@ def one_row_off(src_cache, dst, block_table, cu_seq_lens, seq_starts, kv_cache_d
         dst[9] = dst[8]
 
 
+def aligned_starts(src_cache, dst, block_table, cu_seq_lens, seq_starts, kv_cache_dtype, scale):  # type: ignore[no-untyped-def]
+    size, starts = src_cache.shape[1], seq_starts.clone()
+    starts[1:] = starts[1:] // size * size
+    my_gather(src_cache, dst, block_table, cu_seq_lens, starts, kv_cache_dtype, scale)
+
+
 def too_far(src_cache, dst, block_table, cu_seq_lens, seq_starts, kv_cache_dtype, scale):  # type: ignore[no-untyped-def]
     my_gather(src_cache, dst, block_table, cu_seq_lens, seq_starts, kv_cache_dtype, scale)
     dst.as_strided((1,), (1,), dst.storage_offset() + dst.numel()).fill_(0)
@@ -326,6 +382,7 @@ OTHER_FAULTS: dict[str, tuple[str, Callable[..., Any], str, str]] = {
     "causality": ("mask", not_causal, "mask.bits", "row"),
     "padding": ("mask", short_mask, "mask.shape", "must be"),
     "a row": ("gather", one_row_off, "gather.rows", "must be exactly"),
+    "a start inside a block": ("gather", aligned_starts, "gather.rows", "must be exactly"),
     "a stray write": ("gather", too_far, "guard.dst", "behind"),
     "base": ("merge", base_2_merge, "merge.lse", "must be"),
     "budget": ("plan", one_chunk_more, "plan.chunks", "must be"),
