@@ -5,8 +5,6 @@ Exit codes of every command: 0 clean, 1 findings (or a replay that still fails),
 
 from __future__ import annotations
 
-import signal
-import threading
 import traceback
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -26,6 +24,7 @@ from harness.commands.replay import replay
 from harness.commands.report import report
 from harness.commands.run import run
 from harness.commands.shrink import shrink
+from harness.interrupts import one_interrupt
 
 
 def _version() -> str:
@@ -36,26 +35,21 @@ def _version() -> str:
         return "not installed"
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 class Commands(click.Group):
     """Exit code 1 means findings, so nothing else may end with it: neither an interrupt nor a fault of ours."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; whatever is not a verdict becomes exit code 2. SIGTERM ends it as Ctrl-C does."""
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _interrupt)
+        """Run the command; whatever is not a verdict becomes exit code 2."""
         try:
-            return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit):
+            with one_interrupt():
+                return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, SystemExit):
             raise
         except (KeyboardInterrupt, click.Abort):
             raise Refusal("interrupted") from None
         except OSError as error:
             raise Refusal(str(error)) from None
-        except Exception:
+        except BaseException:
             traceback.print_exc()
             raise Refusal("a fault of mlacheck itself (see the traceback above)") from None
 

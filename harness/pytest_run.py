@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from harness.engine.worker import HARNESS_STAGE
 from harness.findings.store import CaseFile, cause_of, load_case, replay_command
+from harness.interrupts import one_interrupt
 from harness.problems.problem import Problem
 from harness.subjects.names import short_name, split_name
 from reports.records import CaseRecord, CheckRecord, Status
@@ -157,9 +158,12 @@ class Campaign:
             shrink_s=options.shrink_s,
         )
         try:
-            outcome = run(config, Observer())
+            with one_interrupt():
+                outcome = run(config, Observer())
         except CannotRun as reason:
             raise SuiteError(str(reason)) from None
+        if outcome.interrupted:
+            raise KeyboardInterrupt
         if outcome.book.broken:
             raise SuiteError(outcome.book.broken[0].strip().splitlines()[-1])
         found = [

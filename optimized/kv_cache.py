@@ -109,10 +109,11 @@ def gather_and_maybe_dequant_cache(
     Row `t` of `dst` is position `t - cu_seq_lens[b] + seq_starts[b]` of request `b = token_to_seq[t]`, found
     through `block_table [B, max_blocks]`; `seq_starts` None means 0. All index tensors are int32. `auto`
     copies bits; the others round float32 to the dtype of `dst`. `scale` is read by `fp8_e4m3` only. Later
-    rows of `dst` are not written. The entries of the block table are not checked here (`check_block_table`
-    does).
+    rows of `dst` are not written. On a GPU the values of the index tensors are not checked, which would wait for it;
+    `check_block_table` does where a batch is made.
 
-    Raises TypeError or ValueError, before any write, for arguments of a wrong type, shape or device.
+    Raises TypeError or ValueError, before any write, for arguments of a wrong type, shape or device, and on the CPU
+    for index tensors that name a row outside the cache.
     """
     require_int("num_tokens", num_tokens, 0, MAX_KERNEL_ROWS)
     require_tensor("dst", dst, (None, None), FLOAT_16_BIT_DTYPES)
@@ -142,6 +143,8 @@ def gather_and_maybe_dequant_cache(
             f"block_table of shape {tuple(block_table.shape)}"
         )
     require_launchable("dst", dst)
+    if dst.device.type == "cpu":
+        _require_cached_rows(src_cache, block_table, cu_seq_lens, token_to_seq[:num_tokens], seq_starts)
     launch_gather(
         src_cache,
         dst,
@@ -153,6 +156,39 @@ def gather_and_maybe_dequant_cache(
         kv_cache_dtype,
         float(scale),
     )
+
+
+def _require_cached_rows(
+    src_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    token_to_seq: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+) -> None:
+    """Raise ValueError unless every row that the index tensors name is in the cache."""
+    blocks, block_size, _ = src_cache.shape
+    requests, entries = block_table.shape
+    request = token_to_seq.long()
+    bad = ((request < 0) | (request >= requests)).nonzero()
+    if len(bad):
+        token = int(bad[0])
+        raise ValueError(f"token_to_seq[{token}] is {int(request[token])}, must be in [0, {requests}), the requests")
+    position = torch.arange(len(request)) - cu_seq_lens.long()[request]
+    if seq_starts is not None:
+        position = position + seq_starts.long()[request]
+    bad = ((position < 0) | (position >= entries * block_size)).nonzero()
+    if len(bad):
+        token = int(bad[0])
+        raise ValueError(
+            f"cu_seq_lens and seq_starts put row {token} of dst at position {int(position[token])} of request "
+            f"{int(request[token])}, must be in [0, {entries * block_size}): block_table has {entries} entries"
+        )
+    block = block_table.long()[request, position // block_size]
+    bad = ((block < 0) | (block >= blocks)).nonzero()
+    if len(bad):
+        token = int(bad[0])
+        entry = f"block_table[{int(request[token])}, {int(position[token]) // block_size}]"
+        raise ValueError(f"{entry} is {int(block[token])}, must be in [0, {blocks}), the blocks of the cache")
 
 
 def quantise_fp8_e4m3(x: torch.Tensor, scale: float) -> torch.Tensor:

@@ -32,14 +32,16 @@ have one sign; such cuts are alike for all keys, so they are no random term. 4 u
     exp        eps_exp + 4 u32 X_c + (eps_rescale + u32) (mass multiplied by rescales)
     row sum    u32 min( sum p_j r_j , lam sqrt(sum g_i s_i^2) )
     logarithm  4 u32 max(ln 2, LSE_c - max_c S) + 4 u32 |LSE_c| + 2 u32 |max_c S|
-    merge      u32 (8 + 2 |LSE_{<=c}|) for each merge of two non-empty sides, times the weight of its result
+    merge      u32 (8 + 2 |LSE_{<=c}|) for each merge of two non-empty sides, times the weight of its result;
+               u32 (8 + 6 |LSE_{<=c}|), at every non-empty segment, where merges may work in base 2
 
 `r_j` counts the additions that key j passes through, `s_i` are the partial sums of the row sum; both
 follow from the declared order (`numerics.RowSum`) and the allowed set. A rescale multiplies what was
 summed so far by `exp(old - new maximum)`: only where a key exceeds all before it, and the arguments
 telescope to at most X_c, as do the roundings of the exponents. lg2.approx has 2^-22, relative or absolute
 (PTX ISA). A merge is `max + log(exp(a - max) + exp(b - max))`: one exponential is exactly 1, the other at
-most 1 with `x exp(-x) < 0.37`; with the sum, the logarithm and its return this is 8 u32 + 2 u32 |LSE|. The
+most 1 with `x exp(-x) < 0.37`; with the sum, the logarithm and its return this is 8 u32 + 2 u32 |LSE|; there
+and back through base 2 cost 4 u32 |LSE| more, constants and products (`bound_stages.merge_reference`). The
 error of a running partial counts by its weight in the end.
 
 **Output** (the first-order effect of score errors is exactly `sum p_j dS_j (v_j - O)`):
@@ -48,7 +50,7 @@ error of a running partial counts by its weight in the end.
     scores       sum p_j dS_j |v_jd| + |O_d| sum p_j dS_j,   dS_j = dS1_j + b_j
     exp          2 (the exp term of LSE) sum p_j |v_jd|
     accumulation (|A|/4 + 1.5 B16 + 32) u32 sum p_j |v_jd| + (the row sum term) |O_d|
-    merge        sum_c w_c dLSE_c |O_c,d - O_d| + 16 (C-1) u32 sum_c w_c |O_c,d|
+    merge        sum_c w_c dLSE_c |O_c,d - O_d| + 16 (C-1) u32 sum_c w_c |O_c,d|; 16 + 8 |LSE| in base 2
     stores       u16 ( sum_c w_c |O_c,d| + sum_{merges} |sum_{c'<=c} w_c' O_c',d| )
     floor        (2C + 2) tiny + tiny |A| max |v_d| / exp(LSE - max S)
 

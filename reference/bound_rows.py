@@ -206,7 +206,7 @@ def _walk_segments(
     problem: Problem, allowed: Tensor, keys: _Keys, lse: Tensor, out: Tensor
 ) -> tuple[_Sums, Tensor, Tensor, Tensor, Tensor]:
     """Sums over the segments; what merging adds to LSE `[H, n]` and output; stores; non-empty calls `[n]`."""
-    u16, segments = problem.numerics.u16, problem.segments
+    u16, segments, converts = problem.numerics.u16, problem.segments, problem.numerics.merge == "any"
     if len(segments) == 1:
         sums = _one_call(problem, allowed, keys, slice(0, allowed.shape[1]), lse, torch.ones_like(lse))
         nothing = torch.zeros_like(out)
@@ -228,13 +228,15 @@ def _walk_segments(
         total.add(sums)
         mass_so_far, out_so_far = mass_so_far + mass, out_so_far + part_out
         lse_so_far = torch.where(mass_so_far > 0, lse + torch.log(mass_so_far), 0.0)
-        merge_lse = merge_lse + merges * mass_so_far * U32 * (8 + 2 * lse_so_far.abs())
+        turned = present if converts else merges
+        merge_lse = merge_lse + turned * mass_so_far * U32 * (8 + (6 if converts else 2) * lse_so_far.abs())
         own_error = torch.stack(list(sums.lse_terms().values())).sum(dim=0)  # w_c dLSE_c
         share = own_error / mass.clamp(min=torch.finfo(torch.float64).tiny)
         merge_out += share[..., None] * (part_out - mass[..., None] * out).abs()
         partial_size += part_out.abs()
         stores += u16 * (part_out.abs() + merges[:, None] * out_so_far.abs())
-    merge_out += 16 * U32 * (calls - 1).clamp(min=0)[:, None] * partial_size
+    units = 16 + (8 * lse.abs().where(lse.isfinite(), 0.0)[..., None] if converts else 0)
+    merge_out += units * U32 * (calls - 1).clamp(min=0)[:, None] * partial_size
     return total, merge_lse, merge_out, stores, calls
 
 

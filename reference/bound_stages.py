@@ -37,19 +37,39 @@ __all__ = [
 def merge_reference(
     *, prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor, numerics: Numerics
 ) -> AttendReference:
-    """Merge of two partials: outputs `[n, H, Dv]`, LSE `[H, n]`. One empty side: a copy, no tolerance.
+    """Merge of two partials: outputs `[n, H, Dv]`, LSE `[H, n]`, and its bound by `numerics.merge`.
 
-    A merge may take its weights from the LSE that it returns, `exp(LSE_c - LSE)`: then they carry its error.
+    "natural": `m = max`, `lse = m + log(exp(a - m) + exp(b - m))`, weights `exp(side - lse)`. LSE is rounded in two
+    sums of its size, an argument in one of the size of the gap; the functions and the constant terms are few units.
+    Weights carry the error of the LSE that they are taken from.
+    One side without keys: the other one is copied, no tolerance.
+
+    "any": each LSE may be multiplied by log2 e first and the result by ln 2 last. Constant and product round once
+    each: two units of the side, which reach LSE by its weight, and two of LSE, beside the rounding of the sum: five
+    in all, for a row with one side too. The exponent of a weight is a difference of two such numbers. A relative
+    error below u16 / 2 does not change the stored value of a copied side.
     """
     out, lse = oracle.merge(prefix_out, prefix_lse, suffix_out, suffix_lse)
     sides = [x.double().masked_fill(x == torch.inf, -torch.inf) for x in (prefix_lse, suffix_lse)]
-    both = (sides[0] != -torch.inf) & (sides[1] != -torch.inf)
-    tol_lse = torch.where(both, U32 * (8 + 2 * lse.abs()), 0.0)
+    present = [side != -torch.inf for side in sides]
+    both, one = present[0] & present[1], present[0] ^ present[1]
+    converts = numerics.merge == "any"
+    finite = torch.where(both | one, lse.abs(), 0.0)
+    tol_lse = torch.where(both, U32 * (8 + (6 if converts else 2) * finite), 0.0)
+    if converts:
+        tol_lse = torch.where(one, U32 * (2 + 6 * finite), tol_lse)
     weights = torch.zeros_like(out)
-    for side, partial in zip(sides, (prefix_out, suffix_out), strict=True):
+    for side, here, partial in zip(sides, present, (prefix_out, suffix_out), strict=True):
         gap = torch.where(both, side - lse, 0.0)
-        error = torch.where(both, torch.exp(gap) * (U32 * (16 + 2 * gap.abs()) + tol_lse), 0.0)
-        weights += error.T[..., None] * torch.where(both.T[..., None], partial.double().abs(), 0.0)
+        units = 16 + 2 * gap.abs()
+        if converts:
+            units = units + 4 * torch.where(here, side.abs(), 0.0) + 4 * finite
+        else:
+            units = units + 8 + 2 * finite
+        error = torch.where(both, torch.exp(gap) * U32 * units, 0.0)
+        if converts:
+            error = torch.where(one & here & (U32 * units >= numerics.u16 / 2), U32 * units + numerics.u16, error)
+        weights += error.T[..., None] * torch.where(here.T[..., None], partial.double().abs(), 0.0)
     both_out = both.T[..., None].expand_as(out)
     terms = {
         "weights": weights,

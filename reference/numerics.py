@@ -61,12 +61,17 @@ class Numerics:
     eps_rescale: float = 4 * U32
     """Largest relative error of the exponential that rescales running sums."""
     row_sum: RowSum = RowSum()
+    merge: Literal["any", "natural"] = "any"
+    """How two partial results are merged. "natural": exponentials of natural LSEs, and a side without keys is passed
+    over, so that the other one is copied. "any": LSE may be turned into base 2 and back, for such a row too."""
     tensor_cores: bool = True
     """Whether products accumulate on tensor cores, which truncate instead of rounding to nearest."""
 
     def __post_init__(self) -> None:
         if self.storage not in ("bf16", "fp16"):
             raise ValueError(f"storage is {self.storage!r}, it must be 'bf16' or 'fp16'")
+        if self.merge not in ("any", "natural"):
+            raise ValueError(f"merge is {self.merge!r}, it must be 'any' or 'natural'")
         if not self.eps_exp > 0:
             raise ValueError(f"eps_exp is {self.eps_exp}, it must be positive")
 
@@ -86,14 +91,21 @@ class Numerics:
         return 2.0**-126 if self.storage == "bf16" else 2.0**-25
 
 
-TRITON = Numerics(row_sum=RowSum(running="tile"))
+TRITON = Numerics(merge="natural", row_sum=RowSum(running="tile"))
 """The masked attention kernel of this project: tiles of 32 to 128 keys, in order."""
 
-TRITON_MQA = Numerics()
+TRITON_MQA = Numerics(merge="natural")
 """The sparse MQA kernel of this project: keys in the order of the top-k row."""
 
-FA4_SM90 = Numerics(row_sum=RowSum(running="lane", tile_keys=144, lanes=4, lane_run=2, combine=3, last_tile_first=True))
+FA4_SM90 = Numerics(
+    merge="natural",
+    row_sum=RowSum(running="lane", tile_keys=144, lanes=4, lane_run=2, combine=3, last_tile_first=True),
+)
 """flash-attn-4 on Hopper: the four threads of a quad hold pairs of adjacent columns of a row."""
 
-FA4_SM100 = Numerics(eps_exp=9e-5, row_sum=RowSum(running="first_lane", lanes=8, combine=4, last_tile_first=True))
+FA4_SM100 = Numerics(
+    merge="natural",
+    eps_exp=9e-5,
+    row_sum=RowSum(running="first_lane", lanes=8, combine=4, last_tile_first=True),
+)
 """flash-attn-4 on Blackwell: one thread a row, four packed pairs of accumulators, polynomial exp2."""

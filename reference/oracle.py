@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from reference.arguments import require_attend, require_partials, require_topk
 from reference.latent import project, request_latents
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
@@ -25,6 +26,7 @@ def allowed_set(topk_row: Sequence[int], position: int) -> list[int]:
 
 def allowed_matrix(topk_rows: Tensor, context_len: int) -> Tensor:
     """`allowed_set` for all rows of a request: top-k rows `[q, topk]` -> bool `[q, context_len + q]`."""
+    require_topk(topk_rows, context_len)
     query_len = topk_rows.shape[0]
     num_keys = context_len + query_len
     rows = topk_rows.long()
@@ -48,6 +50,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tu
     q `[n, H, D]`, k `[K, H, D]`, v `[K, H, Dv]`, allowed bool `[n, K]`, shared by the heads.
     Values of keys outside a row's allowed set do not reach that row, whatever they are (NaN too).
     """
+    require_attend(q, k, v, allowed)
     n, heads, _ = q.shape
     out = q.new_zeros(n, heads, v.shape[2], dtype=torch.float64)
     lse = q.new_full((heads, n), -torch.inf, dtype=torch.float64)
@@ -90,6 +93,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
     An LSE of +inf counts as -inf. A side with LSE -inf has weight zero and its output is not read.
     """
+    require_partials(out_a, lse_a, out_b, lse_b)
     a, b = (lse.double().masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_a, lse_b))
     lse = torch.logaddexp(a, b)
     out = torch.zeros_like(out_a, dtype=torch.float64)

@@ -1,14 +1,19 @@
 """The rows that runs write: verdict names and the record schema.
 
-A leaf: everything that writes or reads a run imports it, and it imports nothing of the project. A record is
-one JSON object on one line of a run's journal.
+A leaf: everything that writes or reads a run imports it, and it imports nothing of the project but `text.py`. A
+record is one JSON object on one line of a run's journal.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from reports.text import one_line
+
+MESSAGE_LIMIT = 4000
 
 
 class Status(StrEnum):
@@ -56,6 +61,10 @@ _FINDINGS = frozenset(
 )
 
 
+Message = Annotated[str, BeforeValidator(lambda text: one_line(text, MESSAGE_LIMIT) if isinstance(text, str) else text)]
+"""What a subject says may be in it, so that it is made one line that any file and terminal takes."""
+
+
 class Record(BaseModel):
     """Base of every record: unknown fields are an error."""
 
@@ -93,7 +102,7 @@ class CheckRecord(Record):
     """max |err| / tol; None for exact checks."""
     median_margin: float | None = None
     place: Place = Field(default_factory=Place)
-    message: str = ""
+    message: Message = ""
     terms: dict[str, float] | None = None
     """For a FAIL of a bounded check: share of each term of the tolerance at the failing element."""
 
@@ -107,7 +116,7 @@ class CaseRecord(Record):
     status: Status
     stage: str | None = None
     """First stage that is wrong, if any."""
-    message: str = ""
+    message: Message = ""
     paths: list[str] = Field(default_factory=list)
     """Paths and kernels that ran: `dense`, `no_context`, `global_mask`, `remap`, `mqa`, `mask_single`, ..."""
     chunks: int = 0

@@ -10,7 +10,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from harness.checks.case import check_case, default_device
+from harness.checks.case import check_case, default_device, require_problem
 from harness.checks.stage_case import check_stage
 from harness.findings.store import CaseFile, finding_id, replay_command
 from harness.problems.problem import Problem
@@ -50,8 +50,10 @@ def check(problem: Problem, subject: Named) -> CaseRecord:
         NotRunnable: the subject cannot run here, or the problem is outside its contract (`mlacheck.strategies.cases`
             with the subject draws only those inside).
         SubjectError: the subject cannot be loaded.
+        TypeError: the problem is no Problem.
     """
     __tracebackhide__ = True  # pytest shows the caller's line and the message
+    require_problem(problem)
     found = find_subject(full_name(subject) if isinstance(subject, str) else subject)
     name = _loadable_name(subject, found)
     if isinstance(found, StageSubject):

@@ -30,6 +30,7 @@ from harness.subjects.base import NotRunnable, PrefillOutcome, PrefillSubject
 from harness.subjects.registry import resolve
 from optimized.trace import AttendEvent, MergeEvent, Trace
 from reports.records import CaseRecord, CheckRecord, Status
+from reports.text import said
 
 RELATION_EVERY = 3
 """One case in this many is also judged by a relation (a second run)."""
@@ -42,9 +43,22 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def require_problem(problem: object) -> None:
+    """Raise TypeError for anything but a Problem."""
+    if not isinstance(problem, Problem):
+        raise TypeError(f"problem is a {type(problem).__name__}, must be a Problem (Problem.from_json reads one)")
+
+
 def check_case(problem: Problem, subject_name: str) -> CaseRecord:
-    """Judge one case. The subject's own exceptions become verdicts; faults of the harness are raised."""
+    """Judge one case. The subject's own exceptions become verdicts; faults of the harness are raised.
+
+    Raises TypeError for arguments of other types, SubjectError for a name that no subject has.
+    """
     started = time.perf_counter()
+    require_problem(problem)
+    if not isinstance(subject_name, str):
+        kind = type(subject_name).__name__
+        raise TypeError(f"subject_name is a {kind}, must be a name (mlacheck.check takes functions too)")
     subject = resolve(subject_name)
     if isinstance(subject, StageSubject):
         return check_stage_calls(problem, subject, default_device())
@@ -80,7 +94,7 @@ def _judge(
     try:
         outcome = subject.prefill(problem, inputs, traced=True)
     except NotRunnable as reason:
-        return [failed("prefill", "prefill.run", str(reason), status=Status.NOT_RUN)]
+        return [failed("prefill", "prefill.run", said(reason), status=Status.NOT_RUN)]
     except MemoryError:
         raise
     except Exception as error:

@@ -62,16 +62,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.numel() == 0:
         return True
-    return bool(torch.equal(_bytes(a), _bytes(b)))
+    return bool(torch.equal(bytes_of(a), bytes_of(b)))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of its elements in order, `[n]` uint8. In one dimension no stride can be odd, as that of a row of
+    length 1 may."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of the whole allocation behind a tensor: padding between its rows included."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes in one row: an axis of length 1 may have any stride, also where a tensor counts as contiguous."""
-    packed = tensor.contiguous()
-    return packed.as_strided((packed.numel(),), (1,), packed.storage_offset()).view(torch.uint8)

@@ -25,6 +25,7 @@ from harness.checks.readout import (
 )
 from optimized.trace import AttendEvent
 from reports.records import CheckRecord
+from reports.text import said
 
 MAX_READOUT_LAUNCHES = 64
 COUNT_ERROR = 0.01
@@ -63,7 +64,7 @@ def explain_attend(record: CheckRecord, event: AttendEvent, attend: Attend) -> C
         counts = count_attended(attend, shape)
         named = name_attended(attend, shape)
     except Exception as error:
-        return record.model_copy(update={"message": f"{record.message}; the read-out failed: {error}"})
+        return record.model_copy(update={"message": f"{record.message}; the read-out failed: {said(error)}"})
     if mixed is not None:
         row, head, column = mixed
         note = f"with one V for all keys, row {row} of the call shows another in head {head}, column {column}"
@@ -87,7 +88,7 @@ def explain_attend(record: CheckRecord, event: AttendEvent, attend: Attend) -> C
         try:
             wrong = _first_difference(event, name_attended(attend, shape, head))
         except Exception as error:
-            return record.model_copy(update={"message": f"{record.message}; the read-out failed: {error}"})
+            return record.model_copy(update={"message": f"{record.message}; the read-out failed: {said(error)}"})
         if wrong is not None:
             return _other_set(record, event, *wrong, head)
         note = f"{note}, and the output shows the right keys: the LSE is wrong, not the set"

@@ -12,6 +12,7 @@ from optimized.trace import AttendEvent, MergeEvent, PartialEvent
 from reference.bound_stages import merge_reference
 from reference.numerics import Numerics
 from reports.records import CheckRecord, Place, Status
+from reports.text import described
 
 STAGE = "merge"
 
@@ -129,7 +130,7 @@ def check_merge_alone(event: MergeEvent, merge: Merge) -> CheckRecord:
     try:
         merge(out, prefix, event.prefix_lse, suffix, event.suffix_lse, lse)
     except Exception as error:
-        message = f"the merge of padded heads raised {type(error).__name__}: {error}"
+        message = f"the merge of padded heads raised {described(error)}"
         return failed(STAGE, "merge.alone", message, Place(call=event.call), status=Status.CONTRACT)
     records = (
         compare_exact(

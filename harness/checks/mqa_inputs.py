@@ -22,6 +22,10 @@ _FAR = 2**20
 """Entries further past the end of a sequence become the highest int32."""
 
 
+NOBODYS = -3.0
+"""What a read-out finds in rows that are no key of any request."""
+
+
 @dataclass(frozen=True)
 class MqaCall:
     """One call; request by request where a list."""
@@ -42,8 +46,15 @@ class MqaCall:
         return self.kv[self.slots[request]]
 
     def one_hot(self, base: int, width: int) -> torch.Tensor:
-        """`kv` with key `base + e` of each request one-hot at entry `e`, its other keys 0, all else as it is."""
+        """`kv` with key `base + e` of each request one-hot at entry `e`, its other keys 0.
+
+        Rows of nobody are negative, so that an output below 0 shows one of them; those that hold NaN keep it.
+        """
         kv = self.kv.clone(memory_format=torch.contiguous_format)
+        nobodys = torch.ones(len(kv), dtype=torch.bool, device=kv.device)
+        for slots in self.slots:
+            nobodys[slots] = False
+        kv[nobodys] = torch.where(kv[nobodys].isnan(), kv[nobodys], NOBODYS)
         for slots in self.slots:
             kv[slots] = 0.0
             shown = slots[base : base + width]

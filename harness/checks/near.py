@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from harness.checks.facts import Facts
+from harness.checks.guards import bytes_of
 from harness.problems.problem import Problem
 from harness.subjects.base import PrefillOutcome
 
@@ -94,7 +95,7 @@ def _in_one(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return []
     # the widest elements come first, so that each tensor begins at a multiple of its element size
     order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
-    parts = [tensors[i].detach().contiguous().reshape(-1).view(torch.uint8) for i in order]
+    parts = [bytes_of(tensors[i].detach()) for i in order]
     whole, start = torch.cat(parts).cpu(), 0
     copies: dict[int, torch.Tensor] = {}
     for i, part in zip(order, parts, strict=True):

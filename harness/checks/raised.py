@@ -9,6 +9,7 @@ from harness.checks.verdict import failed
 from harness.checks.walk_mha import check_trace_plan
 from optimized.trace import Trace
 from reports.records import CheckRecord, Status
+from reports.text import described
 
 
 def check_raised(facts: Facts, trace: Trace | None, error: Exception) -> list[CheckRecord]:
@@ -24,6 +25,6 @@ def check_raised(facts: Facts, trace: Trace | None, error: Exception) -> list[Ch
     if trace is not None and trace.path not in (None, expected):
         message = f"the batch took path {trace.path}, must take {expected}, and raised an exception there"
         records.append(failed("dispatch", "dispatch.path", message))
-    message = f"the subject refused a legal case: {type(error).__name__}: {error}"
+    message = f"the subject refused a legal case: {described(error)}"
     stage = stage_of_error(error) or "prefill"
     return [*records, failed(stage, "prefill.run", message, status=Status.CONTRACT)]

@@ -21,6 +21,7 @@ from harness.problems.tensors import Inputs
 from harness.subjects.base import PrefillOutcome, PrefillSubject
 from reference.bound import AttendReference
 from reports.records import CheckRecord, Place, Status
+from reports.text import described
 
 STAGE = "relation"
 MASKED_PATHS = ("no_context", "global_mask", "remap")
@@ -235,7 +236,7 @@ def _delayed_copies(base: Base) -> CheckRecord:
         with DelayedCopies() as late:
             result = base.run(base.problem, base.inputs)
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        message = f"with late copies the call fails: {type(error).__name__}: {error}"
+        message = f"with late copies the call fails: {described(error)}"
         return failed(STAGE, name, message, status=Status.GUARD)
     if late.hazards:
         return failed(STAGE, name, "; ".join(sorted(set(map(str, late.hazards)))), status=Status.GUARD)

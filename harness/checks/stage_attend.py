@@ -18,6 +18,7 @@ from harness.checks.stage_result import (
     compare_largest,
     compare_result,
     count_record,
+    in_order,
     largest_scores,
     parse_result,
     say_conventions,
@@ -111,7 +112,7 @@ class AttendJudge:
             if first_bad(keys) is not None:
                 return [*keys, *records]
         count = self._count(call) if keys else []
-        return [*records, *keys, *say_conventions(numbers, self.contract), *count]
+        return [*records, *keys, *in_order(say_conventions(numbers, self.contract), count)]
 
     def _numbers(self, call: AttendCall, slot: int, result: Result) -> list[CheckRecord]:
         """LSE, output and largest scores of one request, in groups of heads that fit in memory."""
@@ -171,21 +172,26 @@ class AttendJudge:
     ) -> CheckRecord | None:
         """A record that blames the output, where it is wrong although the keys are not."""
         packed = call.q_starts[slot] + row
+        where = Place(call=call.name, request=call.first_request + slot, row=row, token=call.first_token + packed)
+        right = int(call.allowed(slot)[row].sum())
+        tells = self.contract.lse_base is not None and not self.contract.attention_sink
+        if right == 0 and tells and not bool(count_attended(reader, reader.shape)[:, packed].any()):
+            note = f"row {row} has no key, and its LSE says so, but its output is not 0 (unwritten, or of another row)"
+            return failed(STAGE, "attend.out", note, where)
         mixed = None if self.contract.attention_sink else shown_wrongly(reader, reader.shape, relative=2.0**-6)
         if mixed is not None:
             packed, head, column = mixed
             note = "with one V for all keys the output shows another: rows, heads or columns are mixed up"
             place = Place(call=call.name, token=call.first_token + packed, head=head, column=column)
             return failed(STAGE, "attend.out", note, place)
-        shown, right = int(attended[row].sum()), int(call.allowed(slot)[row].sum())
+        shown = int(attended[row].sum())
         if self.contract.lse_base is None or shown == right:
             return None
         counted = count_attended(reader, reader.shape)[:, packed]
         if not bool(((counted - right).abs() < 0.25).all()):
             return None
         note = f"LSE counts {right} keys, as it must, and the output shows {shown}: the output is wrong, not the set"
-        place = Place(call=call.name, request=call.first_request + slot, row=row, token=call.first_token + packed)
-        return failed(STAGE, "attend.out", note, place)
+        return failed(STAGE, "attend.out", note, where)
 
     def _count(self, call: AttendCall) -> list[CheckRecord]:
         """exp(LSE) at q = 0 is the number of keys: a key that counts twice shows here and nowhere else."""

@@ -26,6 +26,7 @@ from harness.problems.tensors import build_inputs, tensor_hash
 from harness.subjects.api import NotRunnable, StageSubject
 from harness.subjects.stages import STAGES
 from reports.records import CaseRecord, CheckRecord, Place, Status
+from reports.text import said
 
 REPEAT_EVERY = 4
 """In one case of this many (by its id) the first call is made twice."""
@@ -102,10 +103,26 @@ class StageRun:
         except Exception as error:
             if type(error).__name__ == "OutOfMemoryError":
                 raise
-            message = f"{call}: the subject raised {type(error).__name__} on a legal case: {error}{_line(error)}"
+            message = f"{call}: the subject raised {type(error).__name__} on a legal case: {said(error)}{_line(error)}"
             check = f"{self.stage}.run"
             raise Ended(failed(self.stage, check, message, Place(call=call), status=Status.CONTRACT)) from error
-        return result
+        return self._kept(call, result)
+
+    def _kept(self, call: str, result: Any) -> Any:
+        """A copy of returned tensors: a subject may write its next result to the same memory.
+
+        Raises Ended for a tensor that is not on the device of the inputs, or is no plain one.
+        """
+        if isinstance(result, tuple | list) and any(isinstance(part, torch.Tensor) for part in result):
+            return [self._kept(call, part) for part in result]
+        if not isinstance(result, torch.Tensor):
+            return result
+        device = self.facts.inputs.q.device
+        if result.device != device or result.layout is not torch.strided:
+            kind = "" if result.layout is torch.strided else f"{result.layout} "
+            message = f"{call}: it returned a {kind}tensor on {result.device}, must return plain ones on {device}"
+            raise Ended(failed(self.stage, f"{self.stage}.shape", message, Place(call=call), status=Status.SHAPE))
+        return result.clone()
 
     def check_repeat(
         self, call: str, make: Callable[[], Mapping[str, Any]], results: Callable[[Any, Mapping[str, Any]], Bits]
@@ -175,7 +192,7 @@ def _judge(run: StageRun) -> list[CheckRecord]:
     except Ended as end:
         checks = [end.record]
     except NotRunnable as reason:
-        return [failed(run.stage, f"{run.stage}.run", str(reason), status=Status.NOT_RUN)]
+        return [failed(run.stage, f"{run.stage}.run", said(reason), status=Status.NOT_RUN)]
     if not checks:
         return []
     if first_bad(checks) is None or first_bad(checks).check != f"{run.stage}.run":  # type: ignore[union-attr]

@@ -19,6 +19,7 @@ from harness.checks.stage_result import (
     compare_largest,
     compare_result,
     count_record,
+    in_order,
     largest_scores,
     parse_result,
     say_conventions,
@@ -116,7 +117,7 @@ class MqaJudge:
             if first_bad(keys) is not None:
                 return [*keys, *records]
         count = self._count(call) if keys else []
-        return [*records, *keys, *say_conventions(numbers, self.contract), *count]
+        return [*records, *keys, *in_order(say_conventions(numbers, self.contract), count)]
 
     def _numbers(self, call: MqaCall, request: int, result: Result) -> list[CheckRecord]:
         """LSE, output and largest scores of one request, in groups of heads that fit in memory."""
@@ -182,6 +183,9 @@ class MqaJudge:
             if not bool(out.isfinite().all()):
                 message = "with q = 0 and one-hot rows the output holds NaN or infinity"
                 return [failed(STAGE, "mqa.keys", message, Place(call=call.name), status=Status.NONFINITE)]
+            strange = (out < 0).any(dim=2).any(dim=1).nonzero().flatten()
+            if len(strange):
+                return [self._attended_nobodys(call, int(strange[0]), len(strange))]
             seen = out > 0
             for request, counts in enumerate(call.counts):
                 shown = min(self.lora, counts.shape[1] - base)
@@ -205,6 +209,12 @@ class MqaJudge:
             place = Place(call=call.name, request=request, row=difference.row, token=token, key=key)
             return [failed(STAGE, "mqa.keys", message, place)]
         return [passed(STAGE, "mqa.keys")]
+
+    def _attended_nobodys(self, call: MqaCall, token: int, rows: int) -> CheckRecord:
+        request = self.run.facts.request_of(token)
+        row = token - self.run.facts.token_starts[request]
+        message = f"row {row} attended a row of kv that is no key of any request ({rows} wrong rows)"
+        return failed(STAGE, "mqa.keys", message, Place(call=call.name, request=request, row=row, token=token))
 
     def _count(self, call: MqaCall) -> list[CheckRecord]:
         """exp(LSE) at q = 0 is the number of keys, each listed slot counted as the contract says."""

@@ -18,6 +18,9 @@ from reference.bound_rows import LAM
 from reference.numerics import U32
 from reports.records import CheckRecord, Place, Status
 
+WHOLE = 0.01
+"""So far from a whole number `exp(LSE)` may be and still be a count; float32 gives 1e-6 of the number."""
+COUNTED = "with all scores 0, exp(LSE) counts"
 ALL_HEADS = slice(0, None)
 
 
@@ -157,10 +160,23 @@ def count_record(stage: str, counted: torch.Tensor, must: torch.Tensor, place: R
         return passed(stage, f"{stage}.lse")
     head, row = (int(i) for i in wrong.nonzero()[0])
     found = float(counted[head, row])
+    if math.isfinite(found) and abs(found - round(found)) < WHOLE:
+        often = "more" if found > int(must[row]) else "less"
+        message = (
+            f"{COUNTED} {round(found)} keys, must be {int(must[row])}: the keys attended are the right ones, so that "
+            f"some count {often} often than they must"
+        )
+        return failed(stage, f"{stage}.keys", message, place(row).model_copy(update={"head": head}))
     message = f"with all scores 0, exp(LSE) of the row is {found:.6g}, must be its number of keys, {int(must[row])}"
     if found > 0 and abs(2 ** math.log(found) - int(must[row])) < 0.25:
         message += "; 2 ** LSE is: a base-2 LSE"
     return failed(stage, f"{stage}.lse", message, place(row).model_copy(update={"head": head}))
+
+
+def in_order(numbers: list[CheckRecord], count: list[CheckRecord]) -> list[CheckRecord]:
+    """A wrong whole number of keys explains wrong numbers, and comes first; else it comes after them."""
+    explains = any(record.message.startswith(COUNTED) for record in count)
+    return [*count, *numbers] if explains else [*numbers, *count]
 
 
 def batch_record(request: int, batch: Result, alone: Result, rows: slice) -> CheckRecord:

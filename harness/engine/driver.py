@@ -99,7 +99,7 @@ def drive(pipe: Connection) -> None:
                 pipe.send(_search(task, pipe) if isinstance(task, Search) else _shrink(task, pipe))
             except (EOFError, OSError):
                 raise
-            except Exception:
+            except BaseException:
                 pipe.send(Broken(traceback.format_exc()))
     except (EOFError, OSError):
         return

@@ -23,6 +23,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from harness.checks.blame import frame_of_dump, stage_of_dump
+from harness.engine.context import EXITED_WITH_0
 from harness.engine.core_time import CoreWait
 from harness.engine.worker import HARNESS_STAGE, SubjectRefused, WorkerSpec, bare_record, domain_of, prepare, run_case
 from harness.problems.problem import Problem
@@ -70,7 +71,8 @@ class Slot:
         self._running: Future[Any] | None = None
 
     def _new_pool(self) -> Any:
-        return ProcessPool(max_workers=1, max_tasks=CASES_PER_WORKER, context=self.context)
+        self._cases = 0
+        return ProcessPool(max_workers=1, context=self.context)
 
     def prepare(self) -> dict[str, str]:
         """Load the subject in the worker; returns versions and device.
@@ -78,9 +80,12 @@ class Slot:
         Raises:
             SubjectRefused: unknown subject, or it cannot be loaded here.
         """
+        facts: dict[str, str] = self._load(prepare)
+        return facts
+
+    def _load(self, function: Callable[..., Any]) -> Any:
         try:
-            facts: dict[str, str] = self._call(prepare, START_TIMEOUT_S)
-            return facts
+            return self._call(function, START_TIMEOUT_S)
         except TimeoutError:
             raise SubjectRefused(f"{self.spec.subject}: not loaded after {START_TIMEOUT_S:.0f} s") from None
         except (ProcessExpired, BrokenProcessPool) as error:
@@ -114,8 +119,8 @@ class Slot:
             self._pool = self._new_pool()
 
     def domain(self) -> Domain | None:
-        """The problems that are legal for the prepared subject; None: all are."""
-        found: Domain | None = self._pool.schedule(domain_of, args=(self.spec,), timeout=START_TIMEOUT_S).result()
+        """The problems that are legal for the subject; None: all are. Raises SubjectRefused."""
+        found: Domain | None = self._load(domain_of)
         return found
 
     def run(self, problem_json: str, timeout_s: float | None = None) -> CaseRecord:
@@ -128,6 +133,9 @@ class Slot:
             Stopped: `stop` was called meanwhile.
         """
         limit = given = timeout_s or self.timeout_s
+        if self._cases >= CASES_PER_WORKER:
+            self.renew()
+        self._cases += 1
         for _ in range(MOST_TRIES):
             wait = CoreWait(self.spec.log)
             record = self._run(problem_json, given, wait)
@@ -219,7 +227,7 @@ def _how_it_ended(exitcode: int | None) -> str:
             return f"was killed by {signal.Signals(-exitcode).name}"
         except ValueError:
             return f"was killed by signal {-exitcode}"
-    return f"exited with code {exitcode}"
+    return f"exited with code {0 if exitcode == EXITED_WITH_0 else exitcode}"
 
 
 def oom_kills() -> int:

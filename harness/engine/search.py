@@ -103,7 +103,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
     if config.subject.startswith(MUTANT_PREFIX):
         try:
             find_mutant(mutant_name(config.subject))
-        except MutantError as error:
+        except (MutantError, SubjectRefused) as error:
             raise CannotRun(str(error)) from None
     context = fork_context(config.preload)
     scratch = tempfile.mkdtemp(prefix="mlacheck-")
@@ -127,7 +127,11 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
     try:
         try:
             with ThreadPoolExecutor(config.jobs) as threads:
-                facts, *_ = threads.map(Slot.prepare, slots)
+                try:
+                    facts, *_ = threads.map(Slot.prepare, slots)
+                except BaseException:
+                    _stop(slots)  # leaving the block waits for all of them
+                    raise
             domain = slots[0].domain()
         except SubjectRefused as error:
             raise CannotRun(str(error)) from None
@@ -152,11 +156,16 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
             meta.model_copy(update=ended).write(config.out)
         return Outcome(config.out, book, interrupted)
     finally:
-        for slot in slots:
-            slot.stop()
+        _stop(slots)
         if (config.out / "run.json").exists():
             _keep_logs(Path(scratch), config.out / "workers.log")
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _stop(slots: list[Slot]) -> None:
+    """All at once: a worker that does not listen takes seconds."""
+    with ThreadPoolExecutor(len(slots)) as threads:
+        list(threads.map(Slot.stop, slots))
 
 
 def _keep_logs(scratch: Path, target: Path) -> None:
@@ -206,7 +215,7 @@ class Shard:
             pass
         except (EOFError, OSError):
             book.breaks(f"shard {self.index}: the driver process ended unexpectedly")
-        except Exception:
+        except BaseException:  # nobody else would notice that this thread ended
             book.breaks(traceback.format_exc())
 
     def _task(self, task: Search | Shrink, judge: Callable[[str], CaseRecord | None]) -> Finished | None:
@@ -326,8 +335,7 @@ def _search(book: Book, slots: list[Slot], context: ForkServerContext, observer:
         book.stopping = True
         return True
     finally:
-        for slot in slots:
-            slot.stop()
+        _stop(slots)
         for shard in shards:
             shard.stop()
             shard.thread.join(5)

@@ -20,8 +20,10 @@ from typing import Any
 
 from harness.engine.core_time import pid_file
 from harness.problems.problem import Problem
+from harness.subjects.copies import copies_end_here
 from harness.subjects.domain import Domain
 from reports.records import CaseRecord, Status
+from reports.text import described, said
 
 MUTANT_PREFIX = "mutant:"
 SHORTLY_BEFORE = 0.9
@@ -59,7 +61,10 @@ _loaded: dict[WorkerSpec, Callable[[Problem, str], CaseRecord]] = {}
 
 def mutant_name(subject: str) -> str:
     """Name of the mutant in `mutant:NAME` or `mutant:NAME@ATTENTION`."""
-    return subject.removeprefix(MUTANT_PREFIX).partition("@")[0]
+    name, at, attention = subject.removeprefix(MUTANT_PREFIX).partition("@")
+    if at and attention not in ("triton", "fa4"):
+        raise SubjectRefused(f"{subject}: {attention!r} is no attention kernel, must be 'triton' or 'fa4'")
+    return name
 
 
 def _named(path: str) -> Any:
@@ -101,19 +106,20 @@ def prepare(spec: WorkerSpec) -> dict[str, str]:
         SubjectRefused: the name is unknown or the subject cannot run here (one line).
     """
     try:
-        _load(spec)
+        with copies_end_here():
+            _load(spec)
     except SubjectRefused:
         raise
-    except Exception as error:
+    except BaseException as error:
         if type(error).__name__ in ("SubjectError", "MutantError", "NotRunnable"):
-            raise SubjectRefused(str(error)) from None
-        raise SubjectRefused(f"{spec.subject}: {type(error).__name__}: {one_line(str(error))}") from None
+            raise SubjectRefused(said(error)) from None
+        raise SubjectRefused(f"{spec.subject}: {described(error)}") from None
     return describe()
 
 
 def domain_of(spec: WorkerSpec) -> Domain | None:
-    """The problems that are legal for the subject, where it says so."""
-    _load(spec)
+    """The problems that are legal for the subject, where it says so. Raises SubjectRefused."""
+    prepare(spec)
     domain: Domain | None = getattr(_named(spec.resolver)(spec.subject), "domain", None)
     return domain
 
@@ -138,27 +144,29 @@ def run_case(spec: WorkerSpec, problem_json: str, limit_s: float | None = None) 
     """Judge one case; never raises for what the subject or the judge does.
 
     An exception that reaches this level is a fault of the harness (the judge turns those of the subject into
-    verdicts itself) and gives NOT_RUN at stage `harness`; running out of memory gives OOM. Shortly before
-    `limit_s`, when the worker will be killed, it prints where it is.
+    verdicts itself) and gives NOT_RUN at stage `harness`; running out of memory gives OOM. What is no Exception is
+    meant to end the process, which here would end the worker: CRASH. Shortly before `limit_s`, when the worker will
+    be killed, it prints where it is.
     """
     start = time.perf_counter()
     problem = Problem.from_json(problem_json)
     if limit_s is not None:
         faulthandler.dump_traceback_later(SHORTLY_BEFORE * limit_s, file=2)
     try:
-        record = _load(spec)(problem, spec.subject)
+        with copies_end_here():
+            record = _load(spec)(problem, spec.subject)
     except MemoryError as error:
-        record = bare_record(problem, spec.subject, Status.OOM, f"out of host memory: {one_line(str(error))}")
-    except SystemExit as error:
-        record = bare_record(problem, spec.subject, Status.CRASH, f"raised SystemExit({error.code!r})")
+        record = bare_record(problem, spec.subject, Status.OOM, f"out of host memory: {said(error)}")
     except Exception as error:
         if _is_device_oom(error):
             record = _out_of_device_memory(problem, spec.subject, error)
         else:
             traceback.print_exc()
             where = traceback.extract_tb(error.__traceback__)[-1]
-            message = f"{type(error).__name__}: {error} (at {os.path.basename(where.filename)}:{where.lineno})"
-            record = bare_record(problem, spec.subject, Status.NOT_RUN, one_line(message), stage=HARNESS_STAGE)
+            message = f"{described(error)} (at {os.path.basename(where.filename)}:{where.lineno})"
+            record = bare_record(problem, spec.subject, Status.NOT_RUN, message, stage=HARNESS_STAGE)
+    except BaseException as error:
+        record = bare_record(problem, spec.subject, Status.CRASH, f"raised {type(error).__name__}({said(error)})")
     finally:
         faulthandler.cancel_dump_traceback_later()
     if not record.seconds:
@@ -187,16 +195,10 @@ def bare_record(
     )
 
 
-def one_line(text: str, limit: int = 400) -> str:
-    """The text without line breaks, cut at `limit` characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
-
-
 def _out_of_device_memory(problem: Problem, subject: str, error: Exception) -> CaseRecord:
     """OOM where the subject asked for the memory; where the judge did, the case did not run."""
     _free_device_memory()
-    message = one_line(str(error))
+    message = said(error)
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if any(f"{os.sep}{folder}{os.sep}" in file for file in files for folder in SUBJECT_FOLDERS):
         return bare_record(problem, subject, Status.OOM, message)
@@ -213,4 +215,4 @@ def _free_device_memory() -> None:
 
 
 def _is_device_oom(error: Exception) -> bool:
-    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in said(error)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from harness.subjects.contract import Contract
+from harness.subjects.copies import copies_end_here
 from harness.subjects.domain import Domain
 from harness.subjects.stages import STAGES, Stage
 
@@ -54,7 +55,8 @@ class StageSubject:
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """Call the function with those of the offered inputs that it takes."""
-        return self.function(**{name: value for name, value in inputs.items() if name in self.takes})
+        with copies_end_here():
+            return self.function(**{name: value for name, value in inputs.items() if name in self.takes})
 
 
 def subject(*, stage: str, contract: Contract | None = None) -> Callable[[F], F]:
@@ -62,8 +64,12 @@ def subject(*, stage: str, contract: Contract | None = None) -> Callable[[F], F]
 
     stage:     `attend`, `mqa`, `mask`, `mask_mod`, `gather`, `merge`, `plan` or `prefill`
     contract:  what it promises; the default is that of `Contract()`
-    Raises SubjectError (one line) if the function's parameters are not inputs of the stage.
+    Raises SubjectError (one line) if the function's parameters are not inputs of the stage, or the contract is none.
     """
+
+    if contract is not None and not isinstance(contract, Contract):
+        what = f"the class {contract.__name__}" if isinstance(contract, type) else f"a {type(contract).__name__}"
+        raise SubjectError(f"contract is {what}, must be a Contract: contract=mlacheck.Contract(...)")
 
     def declare(function: F) -> F:
         name = getattr(function, "__name__", type(function).__name__)

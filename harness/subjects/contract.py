@@ -93,7 +93,12 @@ class Contract:
                 raise ValueError(f"{name} is {given!r}, must be a tuple of some of {known}")
         if self.max_requests is not None and self.max_requests < 1:
             raise ValueError(f"max_requests is {self.max_requests}, must be positive or None")
+        for name in ("numerics", "mqa_numerics"):
+            if not isinstance(getattr(self, name), Numerics):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be a Numerics")
         for sizes in self.dims:
+            if not isinstance(sizes, tuple | list):
+                raise ValueError(f"dims has {sizes!r}, must be a tuple of sizes {_SIZES}: dims=((512, 128, 64, 128),)")
             if len(sizes) != len(_SIZES) or min(sizes) < 0 or min(sizes[0], sizes[1], sizes[3]) < 1:
                 raise ValueError(f"dims has {sizes!r}, must be sizes {_SIZES}, positive but for rope")
             if any(size % self.head_dim_multiple for size in sizes):

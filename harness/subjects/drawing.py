@@ -9,7 +9,7 @@ from hypothesis.strategies import SearchStrategy
 
 from harness.problems import strategies
 from harness.problems.problem import Problem
-from harness.problems.profiles import ProfileName
+from harness.problems.profiles import PROFILE_NAMES, ProfileName
 from harness.subjects.api import StageSubject
 from harness.subjects.load import as_subject
 from harness.subjects.registry import resolve
@@ -21,8 +21,10 @@ Named = str | StageSubject | Callable[..., Any]
 def cases(profile: ProfileName = "quick", subject: Named | None = None) -> SearchStrategy[Problem]:
     """Problems of a profile; of a subject only those that its contract allows.
 
-    Raises SubjectError if the subject cannot be loaded.
+    Raises SubjectError if the subject cannot be loaded, ValueError for a profile that does not exist.
     """
+    if profile not in PROFILE_NAMES:
+        raise ValueError(f"profile is {profile!r}, must be one of {', '.join(PROFILE_NAMES)}")
     drawn = strategies.cases(profile)
     if subject is None:
         return drawn

@@ -18,6 +18,7 @@ from reference.bound import AttendReference
 from reference.bound_mqa import mqa_reference
 from reference.numerics import U32, Numerics
 from reports.records import CheckRecord, Place, Status
+from reports.text import described
 
 STAGE = "mqa"
 NUMERICS = Numerics()
@@ -37,7 +38,7 @@ def check(
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":
             raise
-        message = f"the kernel refused a legal case: {type(error).__name__}: {error}"
+        message = f"the kernel refused a legal case: {described(error)}"
         return [failed(STAGE, "mqa.run", message, status=Status.CONTRACT)]
     records = [_shape_record(results, shape)]
     if records[0].status.is_finding:

@@ -20,6 +20,7 @@ from harness.subjects.api import ATTRIBUTE, StageSubject, SubjectError
 from harness.subjects.contract import Contract
 from harness.subjects.names import is_file, is_user_code, split_name
 from harness.subjects.stages import STAGES
+from reports.text import described
 
 GROUP = "mlacheck.subjects"
 
@@ -61,7 +62,7 @@ def _from_entry_point(target: str) -> Any:
     for point in entry_points(group=GROUP, name=target):
         try:
             return point.load()
-        except Exception as error:
+        except BaseException as error:
             raise SubjectError(f"{target}: entry point {point.value}: {_reason(error)}") from error
     raise SubjectError(
         f"no subject is called {target!r}; `mlacheck list subjects` names them, and yours is FILE.py:FUNCTION or "
@@ -94,7 +95,7 @@ def _module(name: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise SubjectError(f"no module {error.name!r} on the import path or in {Path.cwd()}") from None
         raise SubjectError(f"{name}: {_reason(error)}") from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit, outcomes of pytest, panics of Rust
         raise SubjectError(f"{name}: {_reason(error)}") from error
 
 
@@ -111,7 +112,7 @@ def _module_of_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit, outcomes of pytest, panics of Rust
         del sys.modules[name]
         raise SubjectError(f"{path}: {_reason(error)}") from error
     return module
@@ -135,4 +136,4 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         lines.append(f"{Path(error.filename).name}:{error.lineno}")
     where = f" ({lines[-1]})" if lines else ""
-    return " ".join(f"{type(error).__name__}: {error}".split()) + where
+    return described(error) + where

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 from hypothesis import strategies as st
 
@@ -37,17 +40,32 @@ def cases_of_two_scales(profile: str) -> st.SearchStrategy[Problem]:
     return st.tuples(cases(profile), st.sampled_from([0.25, 0.5])).map(lambda pair: pair[0].replace(scale=pair[1]))
 
 
+def deadly_cases(profile: str) -> st.SearchStrategy[Problem]:
+    """A strategy that takes its process down."""
+    os._exit(0)
+
+
 def broken_cases(profile: str) -> st.SearchStrategy[Problem]:
     """A strategy with a bug."""
     raise RuntimeError("the strategy is broken")
 
 
+class Skipped(BaseException):
+    """As the outcomes of pytest are."""
+
+
 def resolve(name: str) -> None:
-    """Knows every subject but one; one more takes its process down."""
+    """Knows every subject but one; others take their process down, or try to."""
     if name == "unknown":
         raise type("SubjectError", (ValueError,), {})("no subject is called 'unknown'")
     if name == "dies":
         os._exit(3)
+    if name == "leaves":
+        os._exit(0)
+    if name == "interrupts":
+        raise KeyboardInterrupt
+    if name == "panics":
+        raise BaseException("a panic\nin Rust")
 
 
 def good(case: Problem, subject: str) -> CaseRecord:
@@ -110,7 +128,8 @@ def once(case: Problem, subject: str) -> CaseRecord:
 
 
 def misbehaving(case: Problem, subject: str) -> CaseRecord:
-    """By its number of tokens: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit, 7 exit later, 8 slow."""
+    """By its number of tokens: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit, 7 exit later, 8 slow,
+    9 to 11 exceptions that are no Exception, 12 a quiet exit, 13 a fork that returns twice, 14 a child that stays."""
     match case.num_tokens:
         case 1:
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -126,6 +145,19 @@ def misbehaving(case: Problem, subject: str) -> CaseRecord:
             threading.Timer(0.2, os._exit, [9]).start()
         case 8:
             time.sleep(1.5)
+        case 9:
+            raise KeyboardInterrupt
+        case 10:
+            raise GeneratorExit("stop")
+        case 11:
+            raise Skipped("not today")
+        case 12:
+            os._exit(0)
+        case 13:
+            os.fork()
+        case 14:
+            child = subprocess.Popen(["sleep", "600"])
+            Path(tempfile.gettempdir(), "child").write_text(str(child.pid))
     return good(case, subject)
 
 

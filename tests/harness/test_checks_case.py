@@ -331,6 +331,8 @@ def test_exceptions_become_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     record = check(MANY, Raising(TypeError("q is strange")), monkeypatch)
     assert record.status is Status.CONTRACT
     assert "refused a legal case: TypeError: q is strange" in record.message
+    record = check(MANY, Raising(TypeError("q is\n\udc80")), monkeypatch)
+    assert "refused a legal case: TypeError: q is \\udc80" in record.message
     for error in (MemoryError(), torch.OutOfMemoryError("no room")):
         with pytest.raises(type(error)):
             check(MANY, Raising(error), monkeypatch)

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,7 @@ def test_is_a_planted_fault_found_named_and_replayed_elsewhere(tmp_path: Path, n
     [
         (("run", "--subject", "nobody"), "no subject is called 'nobody'"),
         (("run", "--subject", "mutant:nobody"), "no mutant is called 'nobody'"),
+        (("run", "--subject", "mutant:mask_bit31_lost@fa5"), "'fa5' is no attention kernel, must be 'triton' or 'fa4'"),
         (("run", "--out", "."), "--out"),
         (("replay", "missing.json"), "missing.json: no such case file"),
         (("replay", "bad.json"), "bad.json"),
@@ -168,6 +171,7 @@ def test_is_the_newest_run_reported_again(tmp_path: Path) -> None:
     [
         (KeyboardInterrupt(), "mlacheck: interrupted"),
         (PermissionError(13, "Permission denied", "runs"), "mlacheck: [Errno 13] Permission denied: 'runs'"),
+        (GeneratorExit(), "mlacheck: a fault of mlacheck itself (see the traceback above)"),
         (ZeroDivisionError("a bug"), "mlacheck: a fault of mlacheck itself (see the traceback above)"),
     ],
 )
@@ -233,35 +237,100 @@ INTERRUPTIBLE = (
 """What runs in the background ignores SIGINT, and so would a child of such tests."""
 
 
-def _nobody_left(group: int) -> bool:
-    ends = time.monotonic() + 10
-    while time.monotonic() < ends:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.1)
-    return False
+HANGS = """
+import signal, subprocess, time
+import mlacheck
+
+@mlacheck.subject(stage="plan")
+def hangs(context_lens, row_budget, max_context_chunk, split_alignment):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen(["sleep", "600"])
+    open("hanging", "w").close()
+    while True:
+        time.sleep(1)
+"""
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+class Run:
+    """`mlacheck run` in a process group and a folder of its own; everything that it starts inherits a mark."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        self.scratch = folder / "scratch"
+        self.scratch.mkdir()
+        self.mark = f"MLACHECK_TEST_MARK={folder}"
+        name, _, value = self.mark.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", INTERRUPTIBLE, "run", "--jobs", "1", "--out", "night", *options],
+            cwd=folder,
+            env=os.environ | {name: value, "TMPDIR": str(self.scratch)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        began = time.monotonic()
+        while not condition() and time.monotonic() - began < 90:
+            time.sleep(0.1)
+
+    def end(self) -> str:
+        """All that was printed; the run must have ended as an interrupted one does, and have left nothing."""
+        out, err = self.process.communicate(timeout=60)
+        assert self.process.returncode == 2, out + err
+        assert "interrupted" in out
+        assert "Traceback" not in err
+        assert (self.folder / "night" / "report.md").is_file()
+        self.wait_for(lambda: not self.left())
+        assert self.left() == []
+        assert list(self.scratch.iterdir()) == []
+        return out + err
+
+    def left(self) -> list[str]:
+        """Processes that are still there, whatever group they are in."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append((folder / "cmdline").read_text())
+        return found
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_does_an_ended_run_keep_what_it_found_and_leave_no_process(tmp_path: Path, kind: signal.Signals) -> None:
-    options = ["run", "--max-examples", "9999", "--jobs", "1", "--out", "night"]
-    run = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTIBLE, *options],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    journal, began = tmp_path / "night" / "journal.jsonl", time.monotonic()
-    while not (journal.is_file() and journal.read_text().count("\n") > 2) and time.monotonic() - began < 90:
-        time.sleep(0.1)
-    run.send_signal(kind)
-    out, err = run.communicate(timeout=60)
-    assert run.returncode == 2, out + err
-    assert "interrupted" in out
+    run = Run(tmp_path, "--max-examples", "9999")
+    journal = tmp_path / "night" / "journal.jsonl"
+    run.wait_for(lambda: journal.is_file() and journal.read_text().count("\n") > 2)
+    assert len(run.left()) > 3, "the mark must be seen, or nothing is proven"
+    run.process.send_signal(kind)
+    run.end()
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_does_a_second_signal_break_off_nothing(tmp_path: Path, kind: signal.Signals, to_all: bool) -> None:
+    (tmp_path / "kernel.py").write_text(HANGS)
+    run = Run(tmp_path, "--subject", "kernel.py:hangs")
+    run.wait_for((tmp_path / "hanging").is_file)
+    for _ in range(3):
+        if to_all:
+            os.killpg(run.process.pid, kind)
+        else:
+            run.process.send_signal(kind)
+        time.sleep(0.3)
+    assert "CRASH" not in run.end()
+
+
+def test_does_an_interrupt_end_the_loading_of_a_subject(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text('import time\nopen("loading", "w").close()\ntime.sleep(600)\n')
+    run = Run(tmp_path, "--subject", "kernel.py:f", "--stage", "plan")
+    run.wait_for((tmp_path / "loading").is_file)
+    run.process.send_signal(signal.SIGINT)
+    out, err = run.process.communicate(timeout=60)
+    assert (run.process.returncode, out) == (2, "")
+    assert err.splitlines()[-1] == "mlacheck: interrupted"
     assert "Traceback" not in err
-    assert (tmp_path / "night" / "report.md").is_file()
-    assert _nobody_left(run.pid)
+    run.wait_for(lambda: not run.left())
+    assert run.left() == list(run.scratch.iterdir()) == []
+    assert not (tmp_path / "night").exists()

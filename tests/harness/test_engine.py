@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from harness.engine import pool
 from harness.engine.book import RunConfig
 from harness.engine.context import fork_context
+from harness.engine.core_time import pid_file
 from harness.engine.limits import LIMITS, Limits
 from harness.engine.pool import Slot, Stopped, gpu_count
 from harness.engine.search import CannotRun, Observer, Outcome, run
@@ -71,8 +74,13 @@ def case_of(tokens: int) -> str:
         (2, Status.HANG, "no answer in 1 s"),
         (3, Status.OOM, "7 GiB"),
         (4, Status.NOT_RUN, "ZeroDivisionError: a bug of the judge (at engine_fakes.py"),
-        (5, Status.CRASH, "SystemExit('enough')"),
+        (5, Status.CRASH, "raised SystemExit(enough)"),
         (6, Status.PASS, ""),
+        (9, Status.CRASH, "raised KeyboardInterrupt()"),
+        (10, Status.CRASH, "raised GeneratorExit(stop)"),
+        (11, Status.CRASH, "raised Skipped(not today)"),
+        (12, Status.CRASH, "exited with code 0"),
+        (13, Status.PASS, ""),
     ],
 )
 def test_is_whatever_a_case_does_to_its_worker_a_verdict(slot: Slot, tokens: int, status: Status, message: str) -> None:
@@ -103,6 +111,55 @@ def test_does_a_stopped_slot_abandon_the_running_case(slot: Slot, after: float) 
     with pytest.raises(Stopped):
         slot.run(case_of(2))
     assert time.monotonic() - start < 10
+
+
+def _processes_of(group: int) -> list[int]:
+    """Those that have not ended; nobody may collect the exit codes of some."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = stat.read_text().rpartition(") ")[2].split()[:3]
+            found += [int(stat.parent.name)] * (int(its_group) == group and state not in "ZX")
+    return found
+
+
+def _worker(slot: Slot) -> int:
+    assert slot.spec.log is not None
+    return int(pid_file(slot.spec.log).read_text())
+
+
+def _within(seconds: float, condition: Callable[[], bool]) -> bool:
+    ends = time.monotonic() + seconds
+    while not condition() and time.monotonic() < ends:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_does_a_copy_that_a_subject_forks_end_where_it_returns(slot: Slot) -> None:
+    for _ in range(3):
+        assert slot.run(case_of(13)).status is Status.PASS
+    assert _within(5, lambda: _processes_of(_worker(slot)) == [_worker(slot)])
+
+
+@pytest.mark.parametrize("end", ["stop", "renew", "crash", "quiet exit", "hang"])
+def test_do_the_children_of_a_worker_end_with_it(slot: Slot, tmp_path: Path, end: str) -> None:
+    assert slot.run(case_of(14)).status is Status.PASS
+    worker, child = _worker(slot), int((tmp_path / "child").read_text())
+    assert sorted(_processes_of(worker)) == sorted([worker, child])
+    if end in ("stop", "renew"):
+        getattr(slot, end)()
+    else:
+        slot.run(case_of({"crash": 1, "quiet exit": 12, "hang": 2}[end]))
+    assert _within(5, lambda: _processes_of(worker) == [])
+
+
+def test_is_a_worker_replaced_after_many_cases(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "CASES_PER_WORKER", 2)
+    workers = []
+    for _ in range(5):
+        assert slot.run(case_of(6)).status is Status.PASS
+        workers.append(_worker(slot))
+    assert workers[0] == workers[1] != workers[2] == workers[3] != workers[4]
 
 
 def test_is_a_subject_that_takes_its_process_down_refused(tmp_path: Path) -> None:
@@ -226,12 +283,35 @@ def test_does_a_broken_strategy_end_the_run_with_its_traceback(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("subject", "message"), [("unknown", "no subject is called 'unknown'"), ("dies", "exited with code 3")]
+    ("subject", "message"),
+    [
+        ("unknown", "no subject is called 'unknown'"),
+        ("dies", "exited with code 3"),
+        ("leaves", "exited with code 0"),
+        ("interrupts", "interrupts: KeyboardInterrupt"),
+        ("panics", "panics: BaseException: a panic in Rust"),
+    ],
 )
 def test_does_a_run_that_cannot_start_write_nothing(tmp_path: Path, subject: str, message: str) -> None:
     with pytest.raises(CannotRun, match=message):
         run_quietly(config(tmp_path / "run", subject=subject))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_is_a_driver_that_ends_early_no_success(tmp_path: Path) -> None:
+    outcome = run_quietly(config(tmp_path / "run", strategy="tests.harness.engine_fakes:deadly_cases"))
+    assert outcome.exit_code == 2
+    assert "the driver process ended unexpectedly" in outcome.book.broken[0]
+
+
+def test_is_a_shard_that_ends_early_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(*_: object) -> None:
+        raise GeneratorExit("out of order")
+
+    monkeypatch.setattr(Slot, "run", ends)
+    outcome = run_quietly(config(tmp_path / "run"))
+    assert outcome.exit_code == 2
+    assert "out of order" in outcome.book.broken[0]
 
 
 def test_is_a_used_folder_refused(tmp_path: Path) -> None:

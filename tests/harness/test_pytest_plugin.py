@@ -12,12 +12,14 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 
 from harness import pytest_plugin
 from harness.checks.stages import STAGES as LAYER_STAGES
+from harness.pytest_run import Campaign
 
 KERNELS = '''
 import mlacheck
@@ -36,6 +38,12 @@ def crashes(context_lens, row_budget, max_context_chunk, split_alignment):
     if len(context_lens) > 1:
         os.abort()
     return my_plan(context_lens, row_budget, max_context_chunk, split_alignment)
+
+
+@mlacheck.subject(stage="plan")
+def judges_itself(context_lens, row_budget, max_context_chunk, split_alignment):
+    import pytest
+    pytest.skip("not today")
 
 
 @mlacheck.subject(stage="plan", contract=mlacheck.Contract(device="cuda"))
@@ -171,6 +179,21 @@ def test_is_a_crash_one_failed_check_and_a_subject_that_cannot_run_here_skipped_
     assert "SIGABRT" in done.text
     assert "in kernels.py:" in done.text
     assert "its contract asks for a CUDA GPU" in done.text
+
+
+def test_is_an_interrupted_run_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.engine.search.run", lambda *_: SimpleNamespace(interrupted=True))
+    campaign = Campaign("any", tmp_path / "run", pytest_plugin.Options("quick", 8, 0, 1, 0.0))
+    with pytest.raises(KeyboardInterrupt):
+        campaign.outcome("plan.run")
+
+
+def test_is_an_outcome_of_pytest_no_way_out_for_a_subject(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, *FAST, "--mlacheck-subject", "kernels.py:judges_itself", "-rsf")
+    assert done.code == 1
+    (failed,) = done.lines("FAILED")
+    assert failed.startswith("FAILED mlacheck::kernels.py:judges_itself::plan.run")
+    assert "raised Skipped(not today)" in done.text
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import inspect
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from harness.subjects.load import GROUP, load_subject
 from harness.subjects.names import full_name, is_user_code, short_name, split_name
 from harness.subjects.registry import list_subjects, resolve
 from harness.subjects.stages import STAGES
+from reference.numerics import Numerics
 from reports.records import CaseRecord, Status
 from tests.harness.stage_problems import RAGGED, problem
 
@@ -113,6 +115,8 @@ def test_is_a_wrong_name_one_clear_line(kernel: Path, name: str) -> None:
         ("def f(:", "SyntaxError: "),
         ("\nraise RuntimeError('no GPU')", "RuntimeError: no GPU (broken.py:2)"),
         ("raise SystemExit(3)", "SystemExit: 3 (broken.py:1)"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt (broken.py:1)"),
+        ("raise BaseException('a\\nb')", "BaseException: a b (broken.py:1)"),
     ],
 )
 def test_does_a_file_that_cannot_be_imported_say_where(tmp_path: Path, code: str, reason: str) -> None:
@@ -179,6 +183,9 @@ def test_may_a_function_have_parameters_of_its_own_with_defaults_and_take_the_re
         ({"head_dim_multiple": 0}, "head_dim_multiple is 0, must be positive"),
         ({"dims": ((512, 128, 64, 128),), "head_dim_multiple": 48}, "must be multiples of 48"),
         ({"max_requests": 0}, "max_requests"),
+        ({"dims": (512, 128, 64, 128)}, "dims has 512, must be a tuple of sizes"),
+        ({"numerics": None}, "numerics is None, must be a Numerics"),
+        ({"mqa_numerics": Numerics}, "must be a Numerics"),
     ],
 )
 def test_is_a_wrong_contract_refused(fields: dict[str, Any], complaint: str) -> None:
@@ -336,6 +343,23 @@ def test_does_check_pass_a_right_function_and_refuse_a_case_outside_its_contract
         mlacheck.check(RAGGED, plan)
     legal = RAGGED.replace(dims=RAGGED.dims.model_copy(update={"rope": 8}), data=DataSpec(seed=1))
     assert mlacheck.check(legal, plan).status is Status.PASS
+
+
+def test_are_wrong_arguments_of_the_public_functions_named() -> None:
+    def plan(**inputs: Any) -> Any:
+        return None
+
+    wrong: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (TypeError, "problem is a str, must be a Problem", lambda: mlacheck.check("x", "ours[triton]")),  # type: ignore[arg-type]
+        (TypeError, "problem is a NoneType, must be a Problem", lambda: mlacheck.check_case(None, "ours[triton]")),  # type: ignore[arg-type]
+        (TypeError, "subject_name is a function, must be a name", lambda: mlacheck.check_case(RAGGED, plan)),  # type: ignore[arg-type]
+        (ValueError, "profile is 'nope', must be one of quick", lambda: mlacheck.strategies.cases("nope")),  # type: ignore[arg-type]
+        (SubjectError, "contract is a dict, must be", lambda: mlacheck.subject(stage="plan", contract={})),  # type: ignore[arg-type]
+        (SubjectError, "contract is the class Contract", lambda: mlacheck.subject(stage="plan", contract=Contract)),  # type: ignore[arg-type]
+    ]
+    for error, message, call in wrong:
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_does_every_public_name_exist() -> None:

@@ -378,3 +378,31 @@ def test_packed_writer_and_reader_round_trip_within_half_a_step() -> None:
 def test_packed_writer_refuses_other_widths() -> None:
     with pytest.raises(ValueError, match="latent_and_rope has 575 columns, must have 576"):
         pack_fp8_ds_mla(torch.zeros(1, 575))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the values of index tensors are read on the CPU only")
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("block_table", 10**8, r"block_table\[0, 1\] is 100000000, must be in \[0, "),
+        ("block_table", -1, r"block_table\[0, 1\] is -1, must be in \[0, "),
+        ("seq_starts", 100, "row 0 of dst at position 100 of request 0, must be in "),
+        ("seq_starts", -3, "row 0 of dst at position -3 of request 0, must be in "),
+        ("token_to_seq", 1, r"token_to_seq\[1\] is 1, must be in \[0, 1\)"),
+        ("token_to_seq", -1, r"token_to_seq\[1\] is -1, must be in \[0, 1\)"),
+    ],
+)
+def test_is_a_row_outside_the_cache_refused(name: str, value: int, message: str) -> None:
+    arguments = gather_arguments()
+    arguments["seq_starts"] = torch.zeros(1, dtype=torch.int32)
+    tensor = arguments[name]
+    assert isinstance(tensor, torch.Tensor)
+    index = {"block_table": (0, 1), "seq_starts": (0,), "token_to_seq": (1,)}[name]
+    changed = tensor.clone()
+    changed[index] = value
+    arguments[name] = changed
+    with pytest.raises(ValueError, match=message):
+        gather_and_maybe_dequant_cache(**arguments)  # type: ignore[arg-type]
+    dst = arguments["dst"]
+    assert isinstance(dst, torch.Tensor)
+    assert (dst == 7).all()

@@ -254,9 +254,56 @@ def test_a_merge_may_take_its_weights_from_the_lse_that_it_returns(dtype: torch.
     merged = sum((w * out.float() for w, out in zip(weights, outs, strict=True)), torch.zeros(()))
     exact = bound_stages.merge_reference(
         prefix_out=outs[0], prefix_lse=sides[0], suffix_out=outs[1], suffix_lse=sides[1],
-        numerics=replace(TRITON, storage="bf16" if dtype == torch.bfloat16 else "fp16"),
+        numerics=replace(TRITON, merge="natural", storage="bf16" if dtype == torch.bfloat16 else "fp16"),
     )  # fmt: skip
     assert bool(((merged.to(dtype).double() - exact.out).abs() <= exact.bound.tol_out).all())
     assert bool(((lse.double() - exact.lse).abs() <= exact.bound.tol_lse).all())
     # where scores are ordinary the rounding of the result stays nearly all of the tolerance
     assert level or float(exact.bound.out_terms["weights"].max()) < 2e-5
+
+
+def merge_in_base_two(parts: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Natural LSE in and out, base 2 between, in float32; sides without keys get no special care."""
+    log2_e, ln_2 = torch.tensor(math.log2(math.e)), torch.tensor(math.log(2.0))
+    a, b = parts[1] * log2_e, parts[3] * log2_e
+    largest = torch.maximum(a, b)
+    largest = torch.where(largest == -math.inf, 0.0, largest)
+    wa, wb = torch.exp2(a - largest), torch.exp2(b - largest)
+    total = wa + wb
+    lse = (largest + torch.log2(total)) * ln_2
+    weighed = [
+        torch.where((w > 0).T[..., None], (w / total).T[..., None] * side.float(), 0.0)
+        for w, side in ((wa, parts[0]), (wb, parts[2]))
+    ]
+    return (weighed[0] + weighed[1]).to(parts[0].dtype), lse
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp16"])
+@pytest.mark.parametrize("shift", [0.0, 8.0, -420.0, 512.0, 3000.0])
+@pytest.mark.parametrize("gap", [0.0, 0.5, 5.0, 40.0])
+def test_a_merge_in_base_two_is_not_accused(gap: float, shift: float, storage: Any) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[storage]
+    worst = {"any": 0.0, "natural": 0.0}
+    for seed in range(6):
+        first, lse_a, second, lse_b = partials(gap, seed=seed)
+        parts = (first.to(dtype), lse_a + shift, second.to(dtype), lse_b + shift)
+        parts[1][0, :10] = -math.inf
+        parts[3][1, 5:15] = -math.inf
+        out, lse = merge_in_base_two(parts)
+        for kind in ("any", "natural"):
+            exact = bound_stages.merge_reference(
+                prefix_out=parts[0],
+                prefix_lse=parts[1],
+                suffix_out=parts[2],
+                suffix_lse=parts[3],
+                numerics=replace(TRITON, merge=kind, storage=storage),  # type: ignore[arg-type]
+            )
+            errors = (
+                ((out.double() - exact.out).abs(), exact.bound.tol_out),
+                (torch.where(lse.double() == exact.lse, 0.0, (lse.double() - exact.lse).abs()), exact.bound.tol_lse),
+            )
+            for error, tolerance in errors:
+                worst[kind] = max(worst[kind], float(torch.where(error > 0, error / tolerance, 0.0).max()))
+    assert worst["any"] <= 1
+    assert worst["natural"] >= worst["any"]
+    assert shift != -420.0 or worst["natural"] > 1, "else the declaration is worth nothing"

@@ -220,3 +220,22 @@ def test_no_rope(road: Callable[..., tuple[Tensor, Tensor]]) -> None:
     out, _ = road(**case)
     assert out.shape == (3, 3, 5)
     assert out.isfinite().all()
+
+
+def test_is_a_wrong_argument_named() -> None:
+    q, k, v = torch.zeros(4, 2, 8), torch.zeros(6, 2, 8), torch.zeros(6, 2, 5)
+    allowed, out, lse = torch.ones(4, 6, dtype=torch.bool), torch.zeros(4, 2, 5), torch.zeros(2, 4)
+    wrong: list[tuple[str, Callable[[], object]]] = [
+        (r"k has shape \(6, 2, 8\), must be \(6, 1, 8\)", lambda: oracle.attend(q[:, :1], k, v, allowed, 1.0)),
+        (r"v has shape \(1, 2, 5\), must be \(6, 2, 5\)", lambda: oracle.attend(q, k, v[:1], allowed, 1.0)),
+        (r"allowed has shape \(1, 6\), must be \(4, 6\)", lambda: oracle.attend(q, k, v, allowed[:1], 1.0)),
+        ("allowed has dtype torch.int32", lambda: oracle.attend(q, k, v, allowed.int(), 1.0)),
+        (r"lse_a has shape \(2, 1\), must be \(2, 4\)", lambda: oracle.merge(out, lse[:, :1], out, lse)),
+        (r"lse_b has shape \(4, 2\), must be \(2, 4\)", lambda: oracle.merge(out, lse, out, lse.t())),
+        (r"out_b has shape \(4, 1, 5\), must be \(4, 2, 5\)", lambda: oracle.merge(out, lse, out[:, :1], lse)),
+        ("context_len is -2, must be at least 0", lambda: oracle.allowed_matrix(torch.zeros(3, 4).int(), -2)),
+        ("dtype torch.float32, must be integers", lambda: oracle.allowed_matrix(torch.zeros(3, 4), 2)),
+    ]
+    for message, call in wrong:
+        with pytest.raises(ValueError, match=message):
+            call()

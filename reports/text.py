@@ -1,0 +1,30 @@
+"""Text of others, made fit for a record: an exception of the code under test may say anything, or fail to say it."""
+
+from __future__ import annotations
+
+SAID_LIMIT = 1000
+"""Characters of what an exception says; compilers say megabytes."""
+
+
+def one_line(text: str, limit: int) -> str:
+    """The text without line breaks, at most `limit` characters; what is not printable (controls, surrogates) escaped.
+
+    Nothing changes if it is done twice.
+    """
+    words = " ".join(text[: 4 * limit].split())
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words[: limit + 1])
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def said(error: BaseException) -> str:
+    """What the exception says, in one line."""
+    try:
+        return one_line(str(error), SAID_LIMIT)
+    except BaseException:  # it is raised by code under test
+        return "(its text cannot be made)"
+
+
+def described(error: BaseException) -> str:
+    """`ValueError: what it says`, in one line."""
+    name, text = type(error).__name__, said(error)
+    return f"{name}: {text}" if text else name
