@@ -50,7 +50,7 @@ error of a running partial counts by its weight in the end.
     scores       sum p_j dS_j |v_jd| + |O_d| sum p_j dS_j,   dS_j = dS1_j + b_j
     exp          2 (the exp term of LSE) sum p_j |v_jd|
     accumulation (|A|/4 + 1.5 B16 + 32) u32 sum p_j |v_jd| + (the row sum term) |O_d|
-    merge        sum_c w_c dLSE_c |O_c,d - O_d| + 16 (C-1) u32 sum_c w_c |O_c,d|; 16 + 8 |LSE| in base 2
+    merge        sum_c w_c dLSE_c |O_c,d - O_d| + (24 + 2 |LSE|) (C-1) u32 sum_c w_c |O_c,d|; 8 |LSE| in base 2
     stores       u16 ( sum_c w_c |O_c,d| + sum_{merges} |sum_{c'<=c} w_c' O_c',d| )
     floor        (2C + 2) tiny + tiny |A| max |v_d| / exp(LSE - max S)
 

@@ -235,7 +235,7 @@ def _walk_segments(
         merge_out += share[..., None] * (part_out - mass[..., None] * out).abs()
         partial_size += part_out.abs()
         stores += u16 * (part_out.abs() + merges[:, None] * out_so_far.abs())
-    units = 16 + (8 * lse.abs().where(lse.isfinite(), 0.0)[..., None] if converts else 0)
+    units = 24 + (8 if converts else 2) * lse.abs().where(lse.isfinite(), 0.0)[..., None]
     merge_out += units * U32 * (calls - 1).clamp(min=0)[:, None] * partial_size
     return total, merge_lse, merge_out, stores, calls
 

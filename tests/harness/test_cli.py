@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -256,8 +257,7 @@ class Run:
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
-        self.scratch = folder / "scratch"
-        self.scratch.mkdir()
+        self.scratch = Path(tempfile.mkdtemp(prefix="m-"))  # its path must be short: sockets are made in it
         self.mark = f"MLACHECK_TEST_MARK={folder}"
         name, _, value = self.mark.partition("=")
         self.process = subprocess.Popen(
@@ -285,6 +285,7 @@ class Run:
         self.wait_for(lambda: not self.left())
         assert self.left() == []
         assert list(self.scratch.iterdir()) == []
+        self.scratch.rmdir()
         return out + err
 
     def left(self) -> list[str]:
