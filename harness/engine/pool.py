@@ -138,7 +138,7 @@ class Slot:
         self._cases += 1
         for _ in range(MOST_TRIES):
             wait = CoreWait(self.spec.log)
-            record = self._run(problem_json, given, wait)
+            record = self._run(problem_json, given, limit, wait)
             had = given - min(wait.seconds, given)
             if record.status is not Status.HANG or had >= ENOUGH * limit:
                 return record
@@ -147,11 +147,12 @@ class Slot:
         busy = f"no answer, but the worker had a core for no more than {tried}: the machine is too busy to tell"
         return self._bare(problem_json, Status.NOT_RUN, busy, stage=HARNESS_STAGE)
 
-    def _run(self, problem_json: str, limit: float, wait: CoreWait) -> CaseRecord:
+    def _run(self, problem_json: str, given: float, limit: float, wait: CoreWait) -> CaseRecord:
+        """One try of `given` seconds; `limit` is what they amount to with a core, and what a message names."""
         kills, logged = oom_kills(), self._log_size()
         for last_try in (False, True):
             try:
-                return CaseRecord.model_validate(self._call(run_case, limit, problem_json, limit, wait=wait))
+                return CaseRecord.model_validate(self._call(run_case, given, problem_json, given, wait=wait))
             except TimeoutError:
                 return self._stuck(problem_json, limit, self._stack(logged))
             except ProcessExpired as error:
