@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -15,14 +16,14 @@ MESSAGE_LINE = 2
 """Line of a finding's report that holds its message; the title is line 0."""
 
 
-def run_markdown(run: Path) -> str:
-    """The report of a run folder, finished or not.
+def run_markdown(run: Path, rows: Sequence[tables.Row] | None = None) -> str:
+    """The report of a run folder, finished or not; `rows` are its `read_rows`, if they are at hand.
 
     Raises:
         RunError: the folder is no run.
     """
     meta = read_meta(run)
-    rows = list(read_rows(run))
+    rows = list(read_rows(run)) if rows is None else rows
     frame = tables.case_frame(rows)
     numbers = tables.summary(frame)
     state = "interrupted" if meta.interrupted else "finished" if meta.search_seconds is not None else "not finished"

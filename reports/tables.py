@@ -48,8 +48,9 @@ def case_frame(rows: Iterable[Row]) -> pd.DataFrame:
 def check_frame(rows: Iterable[Row]) -> pd.DataFrame:
     """One line a recorded check: case, stage, check, status, margin, median margin."""
     columns = ["case_id", "stage", "check", "status", "margin", "median_margin"]
-    lines = [{"case_id": row["case_id"], **check} for row in rows for check in row["checks"]]
-    frame = pd.DataFrame([{name: line[name] for name in columns} for line in lines], columns=columns)
+    pairs = [(row["case_id"], check) for row in rows for check in row["checks"]]
+    data = {"case_id": [case for case, _ in pairs]}
+    frame = pd.DataFrame(data | {name: [check[name] for _, check in pairs] for name in columns[1:]}, columns=columns)
     for name in ("margin", "median_margin"):
         frame[name] = pd.to_numeric(frame[name]).astype("float64")
     return frame

@@ -17,11 +17,31 @@ def one_line(text: str, limit: int) -> str:
 
 
 def said(error: BaseException) -> str:
-    """What the exception says, in one line."""
+    """What the exception says, in one line, and what the one says from which it was raised in the end.
+
+    A compiler that fails in a function called by a kernel raises an error for the call from one for the line itself.
+    """
+    text, root = _text(error), _root(error)
+    if root is error:
+        return text
+    cause = f"{type(root).__name__}: {_text(root)}"
+    return text if _text(root) in text else f"{text} (from {cause})"
+
+
+def _text(error: BaseException) -> str:
     try:
         return one_line(str(error), SAID_LIMIT)
     except BaseException:  # it is raised by code under test
         return "(its text cannot be made)"
+
+
+def _root(error: BaseException) -> BaseException:
+    """The first of the exceptions that were raised `from` one another."""
+    seen = {id(error)}
+    while error.__cause__ is not None and id(error.__cause__) not in seen:
+        error = error.__cause__
+        seen.add(id(error))
+    return error
 
 
 def described(error: BaseException) -> str:

@@ -42,6 +42,13 @@ def stage_of_error(error: BaseException) -> str | None:
     return next((stage for frame in reversed(frames) if (stage := _stage(frame.filename))), None)
 
 
+def frame_of_error(error: BaseException) -> str:
+    """`mask.py:120 build_topk_mask`: the innermost frame of the code under test; empty if there is none."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    frame = next((frame for frame in frames if _stage(frame.filename)), None)
+    return "" if frame is None else f"{_basename(frame.filename)}:{frame.lineno} {frame.name}"
+
+
 def stage_of_dump(text: str) -> str | None:
     """The same of a stack that Python's fault handler printed, innermost frame first."""
     return next((stage for file, _, _ in _FRAME.findall(text) if (stage := _stage(file))), None)
@@ -53,7 +60,11 @@ def frame_of_dump(text: str) -> str:
     if not frames:
         return ""
     file, line, function = next((frame for frame in frames if _stage(frame[0])), frames[0])
-    return f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line} {function}"
+    return f"{_basename(file)}:{line} {function}"
+
+
+def _basename(path: str) -> str:
+    return path.replace("\\", "/").rsplit("/", 1)[-1]
 
 
 def _stage(path: str) -> str | None:

@@ -24,12 +24,12 @@ def report(run: Path | None, as_json: bool) -> None:
 
     run = run or _newest(Path("runs"))
     try:
-        text = run_markdown(run)
-        numbers = summary(case_frame(read_rows(run)))
+        rows = list(read_rows(run))
+        text = run_markdown(run, rows)
     except RunError as error:
         raise Refusal(str(error)) from None
     (run / "report.md").write_text(text, encoding="utf-8")
-    click.echo(json.dumps(numbers) if as_json else text)
+    click.echo(json.dumps(summary(case_frame(rows))) if as_json else text)
 
 
 def _newest(runs: Path) -> Path:

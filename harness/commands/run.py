@@ -87,7 +87,7 @@ def run(
     meta.write(config.out)
     rows = list(read_rows(config.out))
     findings = list(outcome.book.store.findings.values())
-    (config.out / "report.md").write_text(run_markdown(config.out), encoding="utf-8")
+    (config.out / "report.md").write_text(run_markdown(config.out, rows), encoding="utf-8")
     coverage = read_coverage(config.out)
     numbers = summary(case_frame(rows)) | {
         **({} if coverage is None else coverage.numbers()),

@@ -2,8 +2,8 @@
 
 Workers are forked from a server process that has imported torch and Triton but never touched the device or
 `optimized`, so replacing a dead worker costs a fraction of a second. What a worker does to itself is a
-verdict: a death is CRASH (OOM if the kernel's killer struck meanwhile), silence past the time-out is HANG, unless the
-worker mostly waited for a core: then it gets more time.
+verdict: a death is CRASH (OOM if the kernel's killer struck meanwhile), a ruined GPU is CRASH too, silence past the
+time-out is HANG, unless the worker mostly waited for a core: then it gets more time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from pebble import ProcessExpired, ProcessPool
 from harness.checks.blame import frame_of_dump, stage_of_dump
 from harness.engine.context import EXITED_WITH_0
 from harness.engine.core_time import CoreWait
+from harness.engine.device_fault import DeviceLost
 from harness.engine.worker import HARNESS_STAGE, SubjectRefused, WorkerSpec, bare_record, domain_of, prepare, run_case
 from harness.problems.problem import Problem
 from harness.subjects.domain import Domain
@@ -93,10 +94,16 @@ class Slot:
             raise SubjectRefused(f"{self.spec.subject}: the worker {how} while loading it") from None
 
     def _call(
-        self, function: Callable[..., Any], timeout_s: float, *args: object, wait: CoreWait | None = None
+        self,
+        function: Callable[..., Any],
+        timeout_s: float,
+        *args: object,
+        wait: CoreWait | None = None,
+        spec: WorkerSpec | None = None,
     ) -> Any:
         """Run in the worker. The clock of `timeout_s` starts there; a worker that never starts is bounded too."""
-        self._running = running = self._pool.schedule(function, args=(self.spec, *args), timeout=timeout_s)
+        running = self._pool.schedule(function, args=(spec or self.spec, *args), timeout=timeout_s)
+        self._running = running
         if self._stopped:
             running.cancel()
         ends = time.monotonic() + timeout_s + START_TIMEOUT_S
@@ -157,6 +164,8 @@ class Slot:
                 return self._stuck(problem_json, limit, self._stack(logged))
             except ProcessExpired as error:
                 return self._died(problem_json, error.exitcode, kills, logged)
+            except DeviceLost as lost:
+                return self._ruined(problem_json, lost)
             except CancelledError:
                 raise Stopped from None
             except (BrokenProcessPool, RuntimeError):
@@ -181,6 +190,24 @@ class Slot:
         stack = self._stack(logged)
         message = f"the worker {_how_it_ended(exitcode)}{_at(stack)}"
         return self._bare(problem_json, Status.CRASH, message, stage=stage_of_dump(stack))
+
+    def _ruined(self, problem_json: str, lost: DeviceLost) -> CaseRecord:
+        """CRASH of a device that no longer answers; a second run, whose launches wait, tells which stage did it."""
+        self.renew()
+        blocking = replace(self.spec, blocking=True)
+        again: DeviceLost | None = None
+        try:
+            self._call(run_case, self.timeout_s, problem_json, self.timeout_s, spec=blocking)
+        except DeviceLost as second:
+            again = second
+        except CancelledError:
+            raise Stopped from None
+        except (TimeoutError, ProcessExpired, BrokenProcessPool, RuntimeError):
+            pass  # a crash all the same, of which no more is known
+        self.renew()
+        stage, frame = (again.stage, again.frame) if again is not None else (None, "")
+        message = f"the GPU stopped: {lost.fault}" + (f" in {frame}" if frame else "")
+        return self._bare(problem_json, Status.CRASH, message, stage=stage)
 
     def _log_size(self) -> int:
         try:

@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from harness.engine.core_time import pid_file
+from harness.engine.device_fault import BLOCKING, device_fault, lost
 from harness.problems.problem import Problem
 from harness.subjects.copies import copies_end_here
 from harness.subjects.domain import Domain
@@ -50,6 +51,8 @@ class WorkerSpec:
     """`module:function` of the judge: (Problem, subject name) -> CaseRecord."""
     resolver: str = "harness.subjects.registry:resolve"
     """`module:function` that raises if the subject name is unknown."""
+    blocking: bool = False
+    """Whether each launch of a GPU waits for its end."""
 
 
 class SubjectRefused(Exception):  # noqa: N818 - the word that the user reads
@@ -86,6 +89,8 @@ def _load(spec: WorkerSpec) -> Callable[[Problem, str], CaseRecord]:
     if spec.gpu is not None:
         visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[spec.gpu] if visible else str(spec.gpu)
+    if spec.blocking:
+        os.environ[BLOCKING] = "1"  # read when CUDA is first used, which is later
     if spec.subject.startswith(MUTANT_PREFIX):
         _named("harness.mutants.patch:install")(mutant_name(spec.subject))
     checker: Callable[[Problem, str], CaseRecord] = _named(spec.checker)
@@ -141,15 +146,19 @@ def describe() -> dict[str, str]:
 
 
 def run_case(spec: WorkerSpec, problem_json: str, limit_s: float | None = None) -> dict[str, Any]:
-    """Judge one case; never raises for what the subject or the judge does.
+    """Judge one case; raises for nothing that the subject or the judge does but one: a device that is lost.
 
     An exception that reaches this level is a fault of the harness (the judge turns those of the subject into
     verdicts itself) and gives NOT_RUN at stage `harness`; running out of memory gives OOM. What is no Exception is
     meant to end the process, which here would end the worker: CRASH. Shortly before `limit_s`, when the worker will
     be killed, it prints where it is.
+
+    Raises:
+        DeviceLost: the GPU no longer answers in this process, which must be replaced.
     """
     start = time.perf_counter()
     problem = Problem.from_json(problem_json)
+    raised: BaseException | None = None
     if limit_s is not None:
         faulthandler.dump_traceback_later(SHORTLY_BEFORE * limit_s, file=2)
     try:
@@ -161,6 +170,7 @@ def run_case(spec: WorkerSpec, problem_json: str, limit_s: float | None = None) 
         if _is_device_oom(error):
             record = _out_of_device_memory(problem, spec.subject, error)
         else:
+            raised = error
             traceback.print_exc()
             where = traceback.extract_tb(error.__traceback__)[-1]
             message = f"{described(error)} (at {os.path.basename(where.filename)}:{where.lineno})"
@@ -169,6 +179,9 @@ def run_case(spec: WorkerSpec, problem_json: str, limit_s: float | None = None) 
         record = bare_record(problem, spec.subject, Status.CRASH, f"raised {type(error).__name__}({said(error)})")
     finally:
         faulthandler.cancel_dump_traceback_later()
+    fault = device_fault()
+    if fault is not None:
+        raise lost(fault, raised, record.stage if record.status.is_finding else None)
     if not record.seconds:
         record.seconds = time.perf_counter() - start
     return record.model_dump(mode="json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from harness.mutants.mutant import mutant
 
 _KERNELS = "mask_kernels.py"
+_MASK = "mask.py"
 _CHOSEN = "chosen = (entry >= 0) & (entry < limit[:, None])"
 _LOAD = "entry = tl.load(entry_row_ptrs + slot, mask=query_exists[:, None] & (slot < topk), other=-1)"
 _SET = 'tl.atomic_or(row_ptrs + (entry >> 5), 1 << (entry & 31), mask=chosen, sem="relaxed")'
@@ -140,6 +141,9 @@ MASK_MUTANTS = (
         "One row more than the mask has is cleared: rows were counted with tokens that are not in this mask.",
         (_KERNELS, "row_exists = request < batch", "row_exists = (request < batch) | (row == batch * padded_q)"),
         (_KERNELS, "query < padded_q,", "query <= padded_q,"),
+        # compiled, a program owns one row: the row behind needs one more
+        (_MASK, "cdiv(batch * padded_q, rows_per_program)", "cdiv(batch * padded_q + 1, rows_per_program)"),
+        (_MASK, "cdiv(padded_q, rows_per_program)", "cdiv(padded_q + 1, rows_per_program)"),
     ),
     mutant(
         "mask_rows_packed_by_length",

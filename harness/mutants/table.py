@@ -32,6 +32,7 @@ from harness.mutants.forced_fail import REACHED
 from harness.mutants.mutant import Mutant
 from harness.mutants.patch import FORCED
 from harness.problems.problem import Problem
+from harness.subjects.domain import Domain
 from reports.records import CaseRecord, Status
 
 Verdict = Literal["killed", "survived", "unreached", "broken"]
@@ -122,6 +123,7 @@ class Table:
         self._scratch = tempfile.mkdtemp(prefix="mlacheck-")
         self._control = self._slot(f"ours[{self.config.attention}]", "control")
         self._clean: dict[str, bool] = {}
+        self._domain: Domain | None = None
         self.unsound: list[CaseRecord] = []
         """What our own layer came to in cases that it fails."""
         self._lock, self._drawing = threading.Lock(), threading.Lock()
@@ -149,7 +151,8 @@ class Table:
 
     def _require_runnable(self) -> None:
         self._control.prepare()
-        for problem in self.streams(0)[:1]:
+        self._domain = self._control.domain()
+        for problem in self._legal(self.streams(0)[:1]):
             record = self._control.run(problem.to_json(), PATIENCE * self.config.case_timeout_s)
             if record.status is Status.NOT_RUN:
                 raise TableError(record.message)
@@ -195,10 +198,14 @@ class Table:
         for index in range(streams):
             with self._drawing:
                 cases = self.streams(index)
-            for problem in cases:
+            for problem in self._legal(cases):
                 if self._stopped:
                     return
                 yield problem
+
+    def _legal(self, cases: Sequence[Problem]) -> Iterator[Problem]:
+        """The cases, moved into what the layer under test takes (`harness/subjects/domain.py`)."""
+        return iter(cases) if self._domain is None else map(self._domain.fit, cases)
 
     def _judge(self, mutant: Mutant) -> Row:
         started = time.monotonic()

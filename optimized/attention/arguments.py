@@ -105,7 +105,8 @@ def _check_mask(mask: Tensor, batch_size: int, max_seqlen_q: int, offset: bool, 
     require_unit_stride("mask", mask)
     if mask.shape[1] < max_seqlen_q:
         raise ValueError(f"mask has {mask.shape[1]} query rows, must have at least max_seqlen_q = {max_seqlen_q}")
-    if offset and batch_size > 0 and (mask.shape[1] == 0 or mask.shape[2] == 0):
+    # without a query there is no row, and nothing that a key start could move
+    if offset and batch_size > 0 and max_seqlen_q > 0 and mask.shape[2] == 0:
         raise ValueError(f"mask has shape {tuple(mask.shape)}, must hold a key-start word in query row 0")
 
 

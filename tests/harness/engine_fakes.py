@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from hypothesis import strategies as st
 
@@ -129,7 +130,8 @@ def once(case: Problem, subject: str) -> CaseRecord:
 
 def misbehaving(case: Problem, subject: str) -> CaseRecord:
     """By its number of tokens: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit, 7 exit later, 8 slow,
-    9 to 11 exceptions that are no Exception, 12 a quiet exit, 13 a fork that returns twice, 14 a child that stays."""
+    9 to 11 exceptions that are no Exception, 12 a quiet exit, 13 a fork that returns twice, 14 a child that stays,
+    15 a GPU that stops and is noticed by the judge, 16 one that stops at the end of the case."""
     match case.num_tokens:
         case 1:
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -158,7 +160,30 @@ def misbehaving(case: Problem, subject: str) -> CaseRecord:
         case 14:
             child = subprocess.Popen(["sleep", "600"])
             Path(tempfile.gettempdir(), "child").write_text(str(child.pid))
+        case 15 | 16:
+            stop_the_gpu(noticed=case.num_tokens == 15)
     return good(case, subject)
+
+
+def stop_the_gpu(*, noticed: bool) -> None:
+    """What a process sees of a GPU whose kernel touched foreign memory: each request fails, the first one late.
+
+    Where launches wait for their end, the launch itself fails, in a file that stands for a stage.
+    """
+
+    def request() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore of it")
+
+    sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True, synchronize=request))  # type: ignore[assignment]
+    space: dict[str, object] = {"request": request}
+    exec(compile("def launch():\n    request()", "/x/optimized/merge.py", "exec"), space)
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        try:
+            space["launch"]()  # type: ignore[operator]
+        except RuntimeError:
+            request()  # as a judge that goes on
+    if noticed:
+        request()
 
 
 def crash_when_long(case: Problem, subject: str) -> CaseRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,9 @@ from harness.mutants.registry import FAULT_ROWS, MUTANTS, NOT_PLANTED
 from harness.mutants.stream import case_stream, most_new_first
 from harness.mutants.table import Row, Table, TableConfig, TableError, all_right, choose, summary
 from harness.problems.problem import Problem
+from harness.subjects.contract import Contract
+from harness.subjects.domain import Domain
+from harness.subjects.layer_domain import LayerDomain
 from reports.records import CaseRecord, CheckRecord, Status
 from tests.harness.engine_fakes import problem
 
@@ -197,6 +201,9 @@ def test_are_mutants_chosen_by_name_and_by_lot() -> None:
 Answer = Callable[[str, Problem, float | None], CaseRecord]
 
 
+DOMAIN = LayerDomain("prefill", Contract(head_dim_multiple=32))
+
+
 class FakeSlot:
     """A worker that answers what the test says, by subject and case."""
 
@@ -205,6 +212,9 @@ class FakeSlot:
 
     def prepare(self) -> dict[str, str]:
         return {}
+
+    def domain(self) -> Domain | None:
+        return DOMAIN
 
     def run(self, problem_json: str, timeout_s: float | None = None) -> CaseRecord:
         return self.answer(self.subject, Problem.from_json(problem_json), timeout_s)
@@ -289,6 +299,21 @@ def test_what_becomes_of_a_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all_right(list(rows.values()))
 
 
+def test_are_all_cases_legal_for_the_layer_under_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: set[tuple[str, int, int]] = set()
+
+    def answer(subject: str, case: Problem, timeout_s: float | None) -> CaseRecord:
+        met.add((subject, case.dims.qk, case.dims.v))
+        wrong = subject == "mutant:m" and case.num_tokens == 4
+        return _reaching(subject, case) or (_record(case, Status.FAIL, "mask") if wrong else _record(case))
+
+    (row,) = _run(monkeypatch, [_fault("m")], answer)
+    assert row.verdict == "killed"
+    assert (CASES[0].dims.qk % 32, CASES[0].dims.v % 32) == (24, 16), "the drawn cases are not"
+    assert {subject for subject, *_ in met} == {"ours[triton]", "mutant:m" + FORCED, "mutant:m"}
+    assert all(qk % 32 == v % 32 == 0 for _, qk, v in met)
+
+
 def test_does_a_case_that_our_own_layer_fails_kill_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(subject: str, case: Problem, timeout_s: float | None) -> CaseRecord:
         wrong = case.num_tokens == 2 or (subject == "mutant:m" and case.num_tokens == 4)
@@ -297,7 +322,7 @@ def test_does_a_case_that_our_own_layer_fails_kill_nothing(monkeypatch: pytest.M
     unsound: list[str] = []
     (row,) = _run(monkeypatch, [_fault("m")], answer, unsound=unsound)
     assert (row.verdict, row.cases) == ("killed", 4)
-    assert unsound == [CASES[1].case_id]
+    assert unsound == [DOMAIN.fit(CASES[1]).case_id]
 
 
 def test_is_a_layer_that_cannot_run_here_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,3 +382,16 @@ def test_does_the_command_fail_if_a_fault_survives() -> None:
     assert not row["killed"]
     assert row["verdict"] in ("unreached", "survived")
     assert result["not_applicable"] == [{"name": "fa4_lse_base2", "needs": "fa4"}]
+
+
+def test_is_a_forced_fail_in_a_function_of_a_compiled_kernel_seen() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.meta.compiled_forced_fail"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        timeout=240,
+        check=True,
+    )
+    assert f"{REACHED} inner" in done.stdout

@@ -296,6 +296,15 @@ def _bad(**changes: Any) -> dict[str, Any]:
     return good | changes
 
 
+@pytest.mark.parametrize("rows", [0, 128])
+def test_without_queries_there_is_no_key_start_to_hold(rows: int) -> None:
+    empty = {"q": torch.zeros(0, 2, 16, dtype=torch.bfloat16), "cu_seqlens_q": offsets([0]), "max_seqlen_q": 0}
+    mask = torch.zeros(1, rows, 4, dtype=torch.int32)
+    out, lse = triton_masked_mha(**_bad(**empty, mask=mask, offset=True))
+    assert out.shape == (0, 2, 8)
+    assert lse.shape == (2, 0)
+
+
 @pytest.mark.parametrize(
     ("error", "text", "arguments"),
     [

@@ -55,3 +55,15 @@ def test_is_the_message_of_every_record_fit_for_a_file(text: str) -> None:
         assert len(message) <= MESSAGE_LIMIT
         message.encode()
     assert CaseRecord.model_validate(json.loads(case.model_dump_json())) == case
+
+
+def test_is_the_first_cause_told_once() -> None:
+    inner, outer, again = TypeError("no such node"), RuntimeError("at the call"), ValueError("wraps: no such node")
+    outer.__cause__ = inner
+    again.__cause__ = outer
+    assert said(inner) == "no such node"
+    assert said(outer) == "at the call (from TypeError: no such node)"
+    assert described(outer) == "RuntimeError: at the call (from TypeError: no such node)"
+    assert said(again) == "wraps: no such node"
+    inner.__cause__ = outer  # a circle
+    assert said(outer) == "at the call (from TypeError: no such node)"
