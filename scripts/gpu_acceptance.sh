@@ -8,12 +8,15 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 logs=${1:?usage: scripts/gpu_acceptance.sh LOGS [SECTION ...]}; shift
 mkdir -p "$logs"
+# workers have temporary folders of their own: FA4's compiled kernels are kept where all of them look
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 PYTHONUNBUFFERED=1
+export FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=${FLASH_ATTENTION_CUTE_DSL_CACHE_DIR:-$HOME/.cache/flash_attention_cute_dsl}
+mkdir -p "$FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 python=${PYTHON:-python3}
 mlacheck() { "$python" -m harness.cli "$@"; }
 jobs=${JOBS:-12}
 sections=("$@")
-[ $# -gt 0 ] || sections=(tests small_triton small_fa4 full_triton full_fa4 tightness sensitivity compiles bench sanitize)
+[ $# -gt 0 ] || sections=(tests small_triton small_fa4 full_triton full_fa4 tightness sensitivity compiles bench sanitize mutants_fa4)
 run() { mlacheck run --no-shrink --jobs "$jobs" --out "$logs/run_$1" "${@:2}"; }
 
 section_tests() { "$python" -m pytest -q tests/gpu -p no:cacheprovider; }
@@ -29,6 +32,7 @@ section_sanitize() {
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
     "$python" -m harness.bench.sanitize --attention triton --attention fa4
 }
+section_mutants_fa4() { mlacheck mutants --subject-attention fa4 --jobs "$jobs" --case-timeout 40; }
 
 failed=0
 for section in "${sections[@]}"; do

@@ -194,5 +194,6 @@ PLAN_MUTANTS = (
             "\n\n@dataclass(frozen=True)",
             "\n_HELD: dict[int, torch.Tensor] = {}\n\n\n@dataclass(frozen=True)",
         ),
+        also=("chunk_loop",),  # on a GPU, whose numbers the layer does not read back, the first call that uses them
     ),
 )
