@@ -29,10 +29,22 @@ def said(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str:
+    """Its beginning and its end: what a compiler quotes can be long, and the line that it means comes last."""
     try:
-        return one_line(str(error), SAID_LIMIT)
+        text = str(error)
+        line = one_line(text, SAID_LIMIT)
+        if len(text) <= SAID_LIMIT or (len(text) <= 4 * SAID_LIMIT and len(line) < SAID_LIMIT):
+            return line
+        half = SAID_LIMIT // 2
+        return f"{line[: half - 5]} ... {_end_of(text, half)}"
     except BaseException:  # it is raised by code under test
         return "(its text cannot be made)"
+
+
+def _end_of(text: str, limit: int) -> str:
+    """The last characters of the text in one line."""
+    tail = one_line(text[-limit:], 10 * limit)
+    return tail[-limit:]
 
 
 def _root(error: BaseException) -> BaseException:

@@ -2,7 +2,8 @@
 
 Judging a small batch takes thousands of tiny tensor operations. On a GPU each of them costs a launch, many a wait, and
 the workers take turns at the device: there a case of a few hundred tokens is judged several times as fast on the
-core of its worker, from copies made in one transfer. Large cases stay on the GPU, whose float64 units they need.
+core of its worker, from copies made in one transfer. Large cases stay on the GPU, whose float64 units they need. Of a
+subject of one stage it is the call that travels (`there.py`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def judged_from(facts: Facts, outcome: PrefillOutcome) -> tuple[Facts, PrefillOu
     return replace(facts, inputs=inputs), near
 
 
+def judge_device(problem: Problem, subject: torch.device) -> torch.device:
+    """Where the judge of a single stage works: on the CPU if the case is small, else where the subject does."""
+    return torch.device("cpu") if is_small(problem) else subject
+
+
 def on_cpu(root: Any) -> Any:
     """A copy of nested dataclasses, lists, tuples and dicts with every tensor on the CPU and contiguous.
 
@@ -56,23 +62,24 @@ def on_cpu(root: Any) -> Any:
         found.setdefault(id(tensor), tensor)
         return tensor
 
-    _rebuilt(root, note)
+    rebuilt(root, note)
     near = dict(zip(found, _transferred(list(found.values())), strict=True))
-    return _rebuilt(root, lambda tensor: near[id(tensor)])
+    return rebuilt(root, lambda tensor: near[id(tensor)])
 
 
-def _rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of nested dataclasses, lists, tuples and dicts with each tensor replaced by what `change` gives for it."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_rebuilt(item, change) for item in value)
+        return type(value)(rebuilt(item, change) for item in value)
     if type(value) is dict:
-        return {key: _rebuilt(item, change) for key, item in value.items()}
+        return {key: rebuilt(item, change) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         made = copy.copy(value)
         for field in fields(value):
             if hasattr(value, field.name):
-                object.__setattr__(made, field.name, _rebuilt(getattr(value, field.name), change))
+                object.__setattr__(made, field.name, rebuilt(getattr(value, field.name), change))
         return made
     return value
 

@@ -19,7 +19,9 @@ import torch
 from harness.checks.facts import Facts
 from harness.checks.guards import GuardedBuffer, same_bits
 from harness.checks.link import first_bad
+from harness.checks.near import judge_device
 from harness.checks.summary import summarise
+from harness.checks.there import There
 from harness.checks.verdict import failed, passed
 from harness.problems.problem import Problem
 from harness.problems.tensors import build_inputs, tensor_hash
@@ -32,6 +34,8 @@ REPEAT_EVERY = 4
 """In one case of this many (by its id) the first call is made twice."""
 
 
+ON_ITS_DEVICE = frozenset({"mask_mod"})
+"""Stages whose judge runs kernels of its own, and works where the subject does."""
 GUARD_NAMES = {("mask", "out"): "workspace", ("merge", "output_lse"): "output"}
 """Name of the guard check of a buffer, where it is not the name of the input."""
 
@@ -50,10 +54,12 @@ class Ended(Exception):  # noqa: N818 - not an error of the harness
 class StageRun:
     """One case while it is judged: what the judges of all stages need."""
 
-    def __init__(self, facts: Facts, subject: StageSubject, record: CaseRecord) -> None:
+    def __init__(self, facts: Facts, subject: StageSubject, record: CaseRecord, device: torch.device) -> None:
         self.facts = facts
         self.subject = subject
         self.record = record
+        self.device = device
+        """Where the subject is called; the tensors of `facts` may lie elsewhere."""
         self.records: list[CheckRecord] = []
         """Guards and repetitions; the judge's own records come first."""
         self.repeats = subject.contract.deterministic and int(record.case_id, 16) % REPEAT_EVERY == 0
@@ -65,6 +71,11 @@ class StageRun:
     @property
     def problem(self) -> Problem:
         return self.facts.problem
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the subject is called on another device than the judge works on."""
+        return self.facts.inputs.q.device != self.device
 
     def takes(self, name: str) -> bool:
         """Whether the function takes this input."""
@@ -94,9 +105,12 @@ class StageRun:
         return result
 
     def _run(self, call: str, offered: Mapping[str, Any]) -> Any:
+        there: There | None = None
+        if self.is_elsewhere:
+            there = There({name: value for name, value in offered.items() if self.takes(name)}, self.device)
         try:
-            result = self.subject(offered)
-            if self.facts.inputs.q.is_cuda:
+            result = self.subject(offered if there is None else there.arguments)
+            if self.device.type == "cuda":
                 torch.cuda.synchronize()
         except (NotRunnable, MemoryError):
             raise
@@ -106,23 +120,25 @@ class StageRun:
             message = f"{call}: the subject raised {type(error).__name__} on a legal case: {said(error)}{_line(error)}"
             check = f"{self.stage}.run"
             raise Ended(failed(self.stage, check, message, Place(call=call), status=Status.CONTRACT)) from error
+        if there is not None:
+            there.bring_back()
         return self._kept(call, result)
 
     def _kept(self, call: str, result: Any) -> Any:
-        """A copy of returned tensors: a subject may write its next result to the same memory.
+        """A copy of returned tensors where the judge works: a subject may write its next result to the same memory.
 
-        Raises Ended for a tensor that is not on the device of the inputs, or is no plain one.
+        Raises Ended for a tensor that is not on the device where the subject was called, or is no plain one.
         """
         if isinstance(result, tuple | list) and any(isinstance(part, torch.Tensor) for part in result):
             return [self._kept(call, part) for part in result]
         if not isinstance(result, torch.Tensor):
             return result
-        device = self.facts.inputs.q.device
+        device = self.device
         if result.device != device or result.layout is not torch.strided:
             kind = "" if result.layout is torch.strided else f"{result.layout} "
             message = f"{call}: it returned a {kind}tensor on {result.device}, must return plain ones on {device}"
             raise Ended(failed(self.stage, f"{self.stage}.shape", message, Place(call=call), status=Status.SHAPE))
-        return result.clone()
+        return result.to(self.facts.inputs.q.device, copy=True)
 
     def check_repeat(
         self, call: str, make: Callable[[], Mapping[str, Any]], results: Callable[[Any, Mapping[str, Any]], Bits]
@@ -175,10 +191,12 @@ def check_stage(problem: Problem, subject: StageSubject, device: torch.device) -
         reason = "its contract asks for a CUDA GPU, and there is none here"
         checks = [failed(subject.stage, f"{subject.stage}.run", reason, status=Status.NOT_RUN)]
     else:
-        inputs = build_inputs(seen, device)
+        device = torch.empty(0, device=device).device  # with its index, as tensors name it
+        where = device if subject.stage in ON_ITS_DEVICE else judge_device(seen, device)
+        inputs = build_inputs(seen, where)
         # marked with the stage: another stage of the same problem may be given other tensors
         record.tensor_hash = f"{subject.stage}:{tensor_hash(inputs)}"
-        checks = _judge(StageRun(Facts(seen, inputs, subject.contract), subject, record))
+        checks = _judge(StageRun(Facts(seen, inputs, subject.contract), subject, record, device))
     summarise(record, checks, nothing_compared=not checks)
     record.seconds = time.perf_counter() - started
     return record

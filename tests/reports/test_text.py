@@ -44,6 +44,17 @@ def test_is_an_exception_described_whatever_it_says() -> None:
     assert described(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert described(MuteError()) == "MuteError: (its text cannot be made)"
     assert len(said(ValueError("y" * 5_000_000))) == SAID_LIMIT
+    assert said(ValueError("dots...")) == "dots..."
+
+
+@pytest.mark.parametrize("filler", ["y", "\x00", "\n"])
+def test_is_the_end_of_a_long_exception_told_too(filler: str) -> None:
+    words = said(ValueError("begins " + " ".join([40 * filler + "z"] * 2000) + " ends"))
+    assert words.startswith("begins ")
+    assert words.endswith("z ends")
+    assert " ... " in words
+    assert len(words) <= SAID_LIMIT
+    assert words.isprintable()
 
 
 @pytest.mark.parametrize("text", ["bad \udc80\x1b\nsurrogate", "y" * 5_000_000])
