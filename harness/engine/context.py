@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import select
 import signal
 import threading
 from contextlib import suppress
@@ -50,6 +52,7 @@ class WorkerProcess(ForkServerProcess):
     def run(self) -> None:
         """In the child."""
         os.setpgid(0, 0)
+        _end_with_the_run()
         super().run()
 
     @property
@@ -67,6 +70,22 @@ class WorkerContext(ForkServerContext):
     """The fork server's context, with exit codes that are not lost."""
 
     Process = WorkerProcess
+
+
+def _end_with_the_run() -> None:
+    """Let the kernel kill this process when the run ends: when nobody holds the other end of their pipe any more.
+
+    A run that is killed outright ends nobody itself, and a worker that hangs reads no pipe. Linux only.
+    """
+    run = multiprocessing.parent_process()
+    if run is None or not hasattr(fcntl, "F_SETSIG"):
+        return
+    pipe = run.sentinel
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:
+        os._exit(1)
 
 
 def _start_tracker() -> None:

@@ -65,6 +65,17 @@ def _ramp(q: Tensor, k: Tensor, v: Tensor, g: torch.Generator) -> tuple[Tensor, 
     return q, k, v
 
 
+def _low(level: float) -> Change:
+    """All scores lie near `-level`: below any finite number that a kernel may start its maximum with."""
+
+    def change(q: Tensor, k: Tensor, v: Tensor, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = q.clone(), k.clone()
+        q[..., 0], k[..., 0] = q.shape[2] ** 0.5, -level
+        return q, k, v
+
+    return change
+
+
 def _one_key_and_ties(q: Tensor, k: Tensor, v: Tensor, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     k = k[:1].expand_as(k).clone()
     k[::97] = k[::97] * 0.7
@@ -96,6 +107,8 @@ FAMILIES: dict[str, Change] = {
     "offset K": lambda q, k, v, g: (q * 0 + 1 + q / 16, k / 16 + 1, v),
     "near overflow": lambda q, k, v, g: (q * 100, k, v),
     "tiny": lambda q, k, v, g: (q * 1e-20, k * 1e-15, v * 1e-36),
+    "low": _low(2.0**12),
+    "very low": _low(2.0**15),
     "heavy-tailed K": lambda q, k, v, g: (q, k / (_uniform(g, *k.shape) + 0.05), v),
 }
 """name -> change of unit normal q, k, v."""

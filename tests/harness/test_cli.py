@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -321,6 +322,19 @@ def test_does_a_second_signal_break_off_nothing(tmp_path: Path, kind: signal.Sig
             run.process.send_signal(kind)
         time.sleep(0.3)
     assert "CRASH" not in run.end()
+
+
+def test_is_no_process_left_by_a_run_that_is_killed_outright(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text(HANGS.replace('    subprocess.Popen(["sleep", "600"])\n', ""))
+    run = Run(tmp_path, "--subject", "kernel.py:hangs")
+    run.wait_for((tmp_path / "hanging").is_file)
+    assert len(run.left()) > 3, "the mark must be seen, or nothing is proven"
+    run.process.kill()
+    run.process.wait(timeout=60)
+    run.wait_for(lambda: not run.left())
+    assert run.left() == []
+    shutil.rmtree(run.scratch)
+    assert (tmp_path / "night" / "pending" / "0.json").is_file(), "the case that ran can be replayed"
 
 
 def test_does_an_interrupt_end_the_loading_of_a_subject(tmp_path: Path) -> None:
