@@ -12,6 +12,7 @@ from reports.coverage import read_coverage
 from reports.records import Status
 from reports.runs import read_meta, read_rows
 
+WORST = "Worst margins"
 MESSAGE_LINE = 2
 """Line of a finding's report that holds its message; the title is line 0."""
 
@@ -57,10 +58,12 @@ def run_markdown(run: Path, rows: Sequence[tables.Row] | None = None) -> str:
         ("No power", tables.vacuous_table(frame)),
         ("Sources", tables.source_table(frame)),
         ("Features", features),
-        ("Worst margins", _worst_cases(frame)),
+        (WORST, _worst_cases(frame)),
     ):
         if not table.empty:
             lines += [f"## {title}", "", markdown_table(table), ""]
+            if title == WORST:
+                lines += [f"`mlacheck replay {run.resolve()}/CASE_ID` judges one of them again.", ""]
     if coverage is not None:
         lines += ["## Pairs of features", "", f"{coverage.headline()}. The rarest:", ""]
         lines += [markdown_table(tables.pair_table(coverage)), ""]

@@ -13,7 +13,7 @@ from harness.commands.vllm_path import vllm_path_option
 
 
 @click.command()
-@click.argument("what", metavar="FILE|DIR|ID")
+@click.argument("what", metavar="FILE|DIR|ID|RUN/CASE_ID")
 @click.option("--subject", help="Another subject than the stored one; a user's code must be named here.")
 @click.option("--stage", help="Stage that the subject is judged for.")
 @vllm_path_option
@@ -22,16 +22,22 @@ from harness.commands.vllm_path import vllm_path_option
 def replay(what: str, subject: str | None, stage: str | None, timeout: float, as_json: bool) -> None:
     """Judge a stored case again, in a fresh process.
 
-    WHAT is a case file, the folder of a finding, or the id of a finding (looked up in runs/). Exit code 0: it
-    passes now; 1: it still fails; 2: malformed file, unknown subject, or the tensors could not be made again.
+    WHAT is a case file, the folder of a finding, the id of a finding (looked up in runs/), or a case that a run
+    kept in its journal, as those near their tolerance. Exit code 0: it passes now; 1: it still fails; 2: malformed
+    file, unknown subject, or the tensors could not be made again.
     """
     from harness.engine.worker import SubjectRefused
+    from harness.findings.journaled import journaled_case
     from harness.findings.replay import replay_case
     from harness.findings.store import CaseFileError, load_case, locate, note_replay
 
     try:
-        path = locate(what, Path("runs"))
-        case = load_case(path)
+        runs = Path("runs")
+        found = journaled_case(what, runs)
+        if found is None:
+            path = locate(what, runs)
+            found = path, load_case(path)
+        path, case = found
         name = subject_to_run(case.subject, subject, stage)
         result = replay_case(case, subject=name, timeout_s=timeout)
     except (CaseFileError, SubjectRefused) as error:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 
+from harness.findings.journaled import journaled_case
 from harness.findings.replay import Replay, replay_case
 from harness.findings.store import (
     CaseFile,
@@ -177,3 +179,41 @@ def test_does_a_replay_notice_other_tensors() -> None:
 def test_is_another_subject_not_compared_with_the_stored_verdict() -> None:
     result = replay(CaseFile.of(failing(), LONG), subject="another")
     assert (result.record.subject, result.same_verdict, result.exit_code) == ("another", None, 1)
+
+
+def _journal(folder: Path, *records: CaseRecord, torn: str = "") -> Path:
+    folder.mkdir(parents=True)
+    text = "".join(record.model_dump_json() + "\n" for record in records) + torn
+    (folder / "journal.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def _near(case: Problem, *, kept: bool = True) -> CaseRecord:
+    record = engine_fakes.good(case, "fake").model_copy(update={"status": Status.WATCH})
+    return record.model_copy(update={"problem": case.model_dump(mode="json")}) if kept else record
+
+
+def test_is_a_case_of_a_journal_found_by_its_id(tmp_path: Path) -> None:
+    other = engine_fakes.problem((3, 4))
+    old, new = (_journal(tmp_path / "runs" / name, _near(other), _near(LONG)) for name in ("old", "new"))
+    os.utime(old / "journal.jsonl", (1, 1))
+    for what, run in ((f"{old}/{LONG.case_id}", old), (f"{new}/{LONG.case_id}", new), (LONG.case_id, new)):
+        found = journaled_case(what, tmp_path / "runs")
+        assert found is not None
+        path, case = found
+        assert path == run / "journal.jsonl"
+        assert case.problem == LONG
+        assert case.expected is not None
+        assert case.expected.status is Status.WATCH
+        assert not replay(case, "good").failing
+    for what in ("mask-fail-0123456789", f"{tmp_path}/none/{LONG.case_id}", "0" * 16, str(old), f"{old}/case.json"):
+        assert journaled_case(what, tmp_path / "runs") is None
+
+
+def test_is_a_case_that_a_journal_does_not_hold_refused_in_one_line(tmp_path: Path) -> None:
+    run = _journal(tmp_path / "run", _near(LONG, kept=False))
+    with pytest.raises(CaseFileError, match="not what it is"):
+        journaled_case(f"{run}/{LONG.case_id}", tmp_path)
+    damaged = _journal(tmp_path / "damaged", torn=f'{{"case_id": "{LONG.case_id}", "sub')
+    with pytest.raises(CaseFileError, match="is damaged"):
+        journaled_case(f"{damaged}/{LONG.case_id}", tmp_path)
