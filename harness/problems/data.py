@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.problems.bits import F32, I64, Stream
-from harness.problems.names import Family
+from harness.problems.names import LOWEST_SCORES, Family
 from harness.problems.problem import Problem
 
 _Q, _LATENT, _ROPE, _WEIGHT, _PICK, _TAIL, _LEVEL = range(501, 508)
@@ -29,7 +29,11 @@ _SPLIT: frozenset[Family] = frozenset({"offset_v", "heavy_v"})
 _GAPS = np.array([0, 16, -16, 32, -8, 24], dtype=np.float32)
 _LOGIT = 512.0
 """Shift of `near_overflow`: exp(256) and more overflow float32 unless the maximum is subtracted."""
-_LOW: dict[str, tuple[float, ...]] = {"low": (-512.0,), "very_low": (-4096.0, -32768.0), "low_rows": (-4096.0,)}
+_LOW: dict[Family, tuple[float, ...]] = {
+    "low": (LOWEST_SCORES["low"],),
+    "very_low": (-4096.0, LOWEST_SCORES["very_low"]),
+    "low_rows": (LOWEST_SCORES["low_rows"],),
+}
 """Shifts below 0, one for each seed: exact in every storage type of 16 bits, the lowest just inside fp16. Bounds grow
 with the scores: at the lowest about half of the wrong keys show in the numbers, at the others nearly all."""
 _ROW_LEVELS = np.array([0.0, 1.0, 2.0**-3, 0.0], dtype=np.float32)

@@ -62,6 +62,8 @@ SlotOrder = Literal["shuffled", "ascending", "descending"]
 Holes = Literal["tail", "front", "middle", "spread"]
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
+LOWEST_SCORES: dict[Family, float] = {"low": -512.0, "low_rows": -4096.0, "very_low": -32768.0}
+"""Families whose scores lie far below 0, with the largest shift; the others stay within a few hundred."""
 TOPK_KINDS: tuple[TopkKind, ...] = get_args(TopkKind)
 SLOT_ORDERS: tuple[SlotOrder, ...] = get_args(SlotOrder)
 HOLES: tuple[Holes, ...] = get_args(Holes)

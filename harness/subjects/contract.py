@@ -54,6 +54,9 @@ class Contract:
     """`topk_only`: entries behind the query's own position are undefined where it is given top-k rows."""
     empty_rows: bool = True
     """Rows without any key are legal; their output is 0."""
+    lowest_score: float | None = None
+    """Scores (times scale) lie above this: for a kernel that fills masked scores with a finite number, say -1e4, and
+    whose users never come near it. Input families that do are not drawn. None: any score is legal."""
     attention_sink: bool = False
     """It takes `sinks [H]`: one more logit in the softmax of each head, without a value. LSE leaves it out."""
 
@@ -93,6 +96,9 @@ class Contract:
                 raise ValueError(f"{name} is {given!r}, must be a tuple of some of {known}")
         if self.max_requests is not None and self.max_requests < 1:
             raise ValueError(f"max_requests is {self.max_requests}, must be positive or None")
+        lowest = self.lowest_score
+        if lowest is not None and not (isinstance(lowest, int | float) and lowest < 0):
+            raise ValueError(f"lowest_score is {lowest!r}, must be a negative number or None")
         for name in ("numerics", "mqa_numerics"):
             if not isinstance(getattr(self, name), Numerics):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, must be a Numerics")

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.problems.parts import Dims, Layout, Paging, Request, TopkSpec
+from harness.problems.names import LOWEST_SCORES
+from harness.problems.parts import DataSpec, Dims, Layout, Paging, Request, TopkSpec
 from harness.problems.problem import Problem
 from harness.subjects.contract import Contract
 
@@ -73,6 +74,7 @@ class Domain:
             "dims": dims,
             "dtype": problem.dtype if problem.dtype in contract.dtypes else contract.dtypes[0],
             "paging": paging,
+            "data": self._data(problem.data),
             "history": tuple(map(self.fit, problem.history)),
         }
         if paging.kv_cache_dtype == "fp8_ds_mla" and changes["dtype"] != "bf16":
@@ -81,6 +83,12 @@ class Domain:
         changes["force"] = self._force(problem, changes["paging"])
         same = all(getattr(problem, name) == value for name, value in changes.items())
         return problem if same else problem.replace(**changes)
+
+    def _data(self, data: DataSpec) -> DataSpec:
+        """Scores below what the contract allows become plain ones."""
+        lowest = self.contract.lowest_score
+        reaches = LOWEST_SCORES.get(data.family, 0.0)
+        return data if lowest is None or reaches > lowest else data.model_copy(update={"family": "normal"})
 
     def _force(self, problem: Problem, paging: Paging) -> str:
         if problem.force == "dense":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from harness.problems.problem import DataSpec, Paging, Problem, TopkSpec
 from harness.subjects.api import NotRunnable, StageSubject
 from harness.subjects.contract import Contract
+from harness.subjects.domain import Domain
 from harness.subjects.registry import resolve
 from harness.subjects.stages import STAGES
 from reports.records import Status
@@ -455,6 +457,38 @@ def test_are_no_empty_rows_and_no_empty_requests_made_where_the_contract_exclude
     contract = Contract(empty_rows=False, zero_lengths=False)
     for case in (problem((20, 3), (12, 2)), problem((45, 3), (33, 1)), problem((0, 1))):
         assert judge("attend", attend, case, contract).status is Status.PASS
+
+
+def test_is_a_finite_fill_right_where_the_contract_says_that_scores_lie_above_it() -> None:
+    def fills(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed):  # type: ignore[no-untyped-def]
+        out, lse = torch.empty(len(q), q.shape[1], v.shape[2], dtype=q.dtype), torch.empty(q.shape[1], len(q))
+        for b in range(len(cu_seqlens_q) - 1):
+            rows, keys = (slice(*starts[b : b + 2].tolist()) for starts in (cu_seqlens_q, cu_seqlens_k))
+            scores = scale * torch.einsum("qhd,khd->hqk", q[rows].float(), k[keys].float())
+            scores = scores.masked_fill(~allowed[rows, : scores.shape[2]], -1e4)
+            lse[:, rows] = scores.logsumexp(dim=2)
+            out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(dim=2).to(q.dtype).float(), v[keys].float())
+        return out, lse
+
+    contract = Contract(empty_rows=False, zero_lengths=False, lowest_score=-1e4)
+    anything = dataclasses.replace(contract, lowest_score=None)
+    plain = problem((20, 3), (12, 2))
+    for seed in range(4):
+        low = plain.replace(data=DataSpec(family="low", seed=seed))
+        very_low = plain.replace(data=DataSpec(family="very_low", seed=seed))
+        for case in (plain, low):
+            assert judge("attend", fills, case, contract).status in (Status.PASS, Status.WATCH)
+        assert judge("attend", fills, very_low, contract, repeat=False).status is Status.NOT_RUN
+        assert Domain("attend", contract).fit(very_low).data == DataSpec(seed=seed)
+        assert Domain("attend", anything).fit(very_low).data == very_low.data
+    lowest = [plain.replace(data=DataSpec(family="very_low", seed=seed)) for seed in range(4)]
+    assert any(judge("attend", fills, case, anything, repeat=False).status.is_finding for case in lowest)
+
+
+@pytest.mark.parametrize("lowest", [0.0, 1.0, math.nan, "low"])
+def test_is_a_lowest_score_that_is_none_refused(lowest: Any) -> None:
+    with pytest.raises(ValueError, match=r"lowest_score is .* must be a negative number or None"):
+        Contract(lowest_score=lowest)
 
 
 def test_does_the_same_problem_give_the_same_verdict_twice() -> None:

@@ -205,6 +205,7 @@ NARROW = Contract(
     duplicates="none",
     causality="topk_only",
     empty_rows=False,
+    lowest_score=-1e4,
 )
 
 
@@ -224,6 +225,7 @@ def test_does_a_narrow_contract_see_only_legal_problems(stage: str) -> None:
         assert not any(size % 8 for size in (dims.kv_lora_rank, dims.nope, dims.rope, dims.v))
         assert (dims.heads % 4, dims.topk % 16, case.dtype) == (0, 0, "fp16")
         assert 1 <= len(case.requests) <= 2
+        assert case.data.family != "very_low"
         assert min(case.query_lens) >= 1
         assert (case.paging.kv_cache_dtype, case.layout.q_pad) == ("auto", 0)
         if case.force == "dense":
