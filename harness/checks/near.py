@@ -62,24 +62,24 @@ def on_cpu(root: Any) -> Any:
         found.setdefault(id(tensor), tensor)
         return tensor
 
-    rebuilt(root, note)
+    _rebuilt(root, note)
     near = dict(zip(found, _transferred(list(found.values())), strict=True))
-    return rebuilt(root, lambda tensor: near[id(tensor)])
+    return _rebuilt(root, lambda tensor: near[id(tensor)])
 
 
-def rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A copy of nested dataclasses, lists, tuples and dicts with each tensor replaced by what `change` gives for it."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(rebuilt(item, change) for item in value)
+        return type(value)(_rebuilt(item, change) for item in value)
     if type(value) is dict:
-        return {key: rebuilt(item, change) for key, item in value.items()}
+        return {key: _rebuilt(item, change) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         made = copy.copy(value)
         for field in fields(value):
             if hasattr(value, field.name):
-                object.__setattr__(made, field.name, rebuilt(getattr(value, field.name), change))
+                object.__setattr__(made, field.name, _rebuilt(getattr(value, field.name), change))
         return made
     return value
 

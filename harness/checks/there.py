@@ -2,57 +2,110 @@
 
 The judge of a single stage works on the CPU where the case is small (`near.py`), and only the call itself is a GPU's.
 What the call is given is what it would be given if everything lay there: the same strides and offsets, one memory for
-tensors that share one, and whatever stands around a view of it.
+tensors that share one and another for those that do not, and whatever stands around a view. What it does to an
+argument, its shape or a list included, is done to the one that was moved. One thing is lost: what a call does to the
+arguments of an earlier call, which are gone by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from harness.checks.guards import storage_of
-from harness.checks.near import rebuilt
 
-ALIGNMENT = 512
-"""Bytes to which the allocator of a GPU aligns; between two memories at least as many are left."""
-GAP_BYTE = 0xFF
-"""Fills the gaps: NaN in every float format, -1 in every integer."""
+_ALIGNMENT = 16
+"""Bytes at which each memory begins within the transfer."""
 
 
 class There:
     """Arguments of one call, moved. `device` is where they go."""
 
     def __init__(self, arguments: Mapping[str, Any], device: torch.device) -> None:
-        self._starts: dict[int, int] = {}
-        self._memories: list[tuple[torch.Tensor, int]] = []
-        self._size = 0
-        rebuilt(arguments, self._note)
-        whole = torch.full((self._size,), GAP_BYTE, dtype=torch.uint8)
-        for memory, start in self._memories:
-            whole[start : start + memory.numel()] = memory
-        self._whole = whole.to(device, copy=True)
-        self.arguments: dict[str, Any] = rebuilt(arguments, self._moved)
+        self._memories: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Address of a storage here -> its bytes here and there."""
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Identity of each tensor -> itself and the one there."""
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        here: dict[int, torch.Tensor] = {}
+        _collect(arguments.values(), here)
+        copies = _moved([storage_of(tensor) for tensor in here.values()], device)
+        for (address, tensor), copy in zip(here.items(), copies, strict=True):
+            self._memories[address] = (storage_of(tensor), copy)
+        self.arguments = {name: self._made(value) for name, value in arguments.items()}
         """The same names and values, tensors on the device."""
 
     def bring_back(self) -> None:
-        """Write what the memories hold now into the tensors that were moved."""
-        whole = self._whole.cpu()
-        for memory, start in self._memories:
-            memory.copy_(whole[start : start + memory.numel()])
+        """Do to the arguments what was done to those that were moved."""
+        written = [there for _, there in self._memories.values()]
+        for (memory, _), now in zip(self._memories.values(), _moved(written, torch.device("cpu")), strict=True):
+            memory.copy_(now)
+        for here, there in self._tensors.values():
+            if (here.shape, here.stride()) != (there.shape, there.stride()):
+                _reshape(here, there)
+        known = {id(there): here for here, there in self._tensors.values()}
+        for old, new in self._lists:
+            old[:] = [known[id(item)] if id(item) in known else _here(item) for item in new]
 
-    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in self._starts:
-            memory = storage_of(tensor)
-            self._starts[address] = self._size
-            self._memories.append((memory, self._size))
-            self._size += (memory.numel() // ALIGNMENT + 2) * ALIGNMENT
-        return tensor
+    def _made(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, list):
+            made = [self._made(item) for item in value]
+            self._lists.append((value, made))
+            return made
+        if isinstance(value, tuple):
+            return tuple(self._made(item) for item in value)
+        return value
 
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        start = self._starts[tensor.untyped_storage().data_ptr()] // tensor.element_size()
-        there = torch.empty(0, dtype=tensor.dtype, device=self._whole.device)
-        offset = start + tensor.storage_offset()
-        return there.set_(self._whole.untyped_storage(), offset, tensor.size(), tensor.stride())
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self._tensors:
+            return self._tensors[id(tensor)][1]
+        memory = self._memories[_address(tensor)][1]
+        there = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+        there.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._tensors[id(tensor)] = tensor, there
+        return there
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _collect(values: Any, found: dict[int, torch.Tensor]) -> None:
+    """One tensor for each memory that the values use."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.setdefault(_address(value), value)
+        elif isinstance(value, list | tuple):
+            _collect(value, found)
+
+
+def _moved(memories: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copies of flat byte tensors on a device, each in a memory of its own, by one transfer."""
+    starts, size = [], 0
+    for memory in memories:
+        starts.append(size)
+        size += -(-memory.numel() // _ALIGNMENT) * _ALIGNMENT
+    whole = torch.empty(size, dtype=torch.uint8, device=memories[0].device if memories else device)
+    for start, memory in zip(starts, memories, strict=True):
+        whole[start : start + memory.numel()] = memory
+    there = whole.to(device)
+    return [there[start : start + memory.numel()].clone() for start, memory in zip(starts, memories, strict=True)]
+
+
+def _reshape(here: torch.Tensor, there: torch.Tensor) -> None:
+    """Give a tensor the shape that the call gave its copy; one that got a larger memory gets what is in it."""
+    whole = there.untyped_storage().nbytes() <= here.untyped_storage().nbytes()
+    if whole:
+        here.set_(here.untyped_storage(), there.storage_offset(), there.size(), there.stride())
+    else:
+        larger = there.cpu().contiguous()
+        here.set_(larger.untyped_storage(), 0, larger.size(), larger.stride())
+
+
+def _here(item: Any) -> Any:
+    """What a call put into a list: a tensor of its own is brought along."""
+    return item.cpu() if isinstance(item, torch.Tensor) else item

@@ -49,6 +49,7 @@ def shrink(what: str, max_time: float, subject: str | None, stage: str | None, o
     slot = Slot(WorkerSpec(subject=name, scratch=scratch), max_time, fork_context())
     try:
         slot.prepare()
+        domain = slot.domain()
         best = slot.run(case.problem.to_json(), 300.0)
         if not best.status.is_finding:
             click.echo(json.dumps({"status": best.status.value}) if as_json else f"{path}: {best.status.value}")
@@ -69,7 +70,7 @@ def shrink(what: str, max_time: float, subject: str | None, stage: str | None, o
 
         def search(fresh: bool, seconds: float) -> Problem:
             nonlocal tries
-            result = shrink_problem(case.problem, fails_alone if fresh else fails, seconds=seconds)
+            result = shrink_problem(case.problem, fails_alone if fresh else fails, seconds=seconds, domain=domain)
             tries += result.tries
             return result.problem
 

@@ -36,13 +36,14 @@ def device_fault() -> str | None:
 
     Waits for the device.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
     try:
-        torch.cuda.synchronize()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
     except RuntimeError as error:
         return one_line(str(error).strip().split("\n", 1)[0], _LIMIT)
+    except Exception:  # the subject has put something else in the place of torch's functions
+        return None
     return None
 
 
@@ -64,8 +65,9 @@ def lost(fault: str, error: BaseException | None, stage: str | None) -> DeviceLo
 
 def _first_of_ours(error: BaseException | None) -> BaseException | None:
     """Of an exception and those during whose handling it came up, the first that the code under test raised."""
-    first = None
-    while error is not None:
+    first, seen = None, set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if stage_of_error(error) is not None:
             first = error
         error = error.__context__

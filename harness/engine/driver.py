@@ -53,6 +53,7 @@ class Shrink:
     problem_json: str
     fingerprint: str
     seconds: float
+    domain: Domain | None = None
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _shrink(task: Shrink, pipe: Connection) -> Finished:
 
     start = Problem.from_json(task.problem_json)
     try:
-        result = shrink(start, same_fault, seconds=task.seconds)
+        result = shrink(start, same_fault, seconds=task.seconds, domain=task.domain)
     except _NoMore:
         return Finished(task.problem_json)
     return Finished(result.problem.to_json(), result.tries)

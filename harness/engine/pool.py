@@ -165,7 +165,7 @@ class Slot:
             except ProcessExpired as error:
                 return self._died(problem_json, error.exitcode, kills, logged)
             except DeviceLost as lost:
-                return self._ruined(problem_json, lost)
+                return self._ruined(problem_json, given, lost)
             except CancelledError:
                 raise Stopped from None
             except (BrokenProcessPool, RuntimeError):
@@ -191,13 +191,13 @@ class Slot:
         message = f"the worker {_how_it_ended(exitcode)}{_at(stack)}"
         return self._bare(problem_json, Status.CRASH, message, stage=stage_of_dump(stack))
 
-    def _ruined(self, problem_json: str, lost: DeviceLost) -> CaseRecord:
+    def _ruined(self, problem_json: str, given: float, lost: DeviceLost) -> CaseRecord:
         """CRASH of a device that no longer answers; a second run, whose launches wait, tells which stage did it."""
         self.renew()
         blocking = replace(self.spec, blocking=True)
         again: DeviceLost | None = None
         try:
-            self._call(run_case, self.timeout_s, problem_json, self.timeout_s, spec=blocking)
+            self._call(run_case, given, problem_json, given, spec=blocking)
         except DeviceLost as second:
             again = second
         except CancelledError:

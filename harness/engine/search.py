@@ -287,7 +287,8 @@ class Shard:
 
         def shrink(fresh: bool, time_s: float) -> Problem | None:
             nonlocal tries
-            result = self._task(Shrink(start.to_json(), goal, time_s), judge_alone if fresh else judge)
+            task = Shrink(start.to_json(), goal, time_s, self.book.domain)
+            result = self._task(task, judge_alone if fresh else judge)
             if result is None or result.problem_json is None:
                 return None
             tries += result.tries

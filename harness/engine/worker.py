@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -223,8 +224,9 @@ def _free_device_memory() -> None:
     """Hand what this process caches back, so that the next case of any worker may have it."""
     import torch
 
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    with suppress(RuntimeError):  # a device that is lost has none: `device_fault` tells
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _is_device_oom(error: Exception) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from harness.findings.shrink_history import Changes, Pass, all_calls, changed, drop_history, earlier_calls
 from harness.problems.problem import Chunks, DataSpec, Layout, Paging, Problem, Request
+from harness.subjects.domain import Domain
 
 MAX_TRIES = 500
 SMALL = 16
@@ -30,14 +31,20 @@ class Shrunk:
     tries: int
 
 
-def shrink(problem: Problem, fails: Callable[[Problem], bool], *, seconds: float) -> Shrunk:
+def shrink(
+    problem: Problem, fails: Callable[[Problem], bool], *, seconds: float, domain: Domain | None = None
+) -> Shrunk:
     """Greedy search for a simpler problem.
 
     Args:
         problem: a failing one.
         fails: whether a candidate still fails in the same way.
         seconds: no try is started after so long.
+        domain: candidates are moved inside, unless the problem itself lies outside: what is not legal for the subject
+            may fail in the same way for another reason.
     """
+    if domain is not None and domain.outside(problem) is not None:
+        domain = None
     deadline = time.monotonic() + seconds
     tried = {problem.case_id}
     best, progress = problem, True
@@ -51,6 +58,8 @@ def shrink(problem: Problem, fails: Callable[[Problem], bool], *, seconds: float
                     if time.monotonic() > deadline or len(tried) > MAX_TRIES:
                         return Shrunk(best, len(tried) - 1)
                     candidate = changed(best, changes)
+                    if candidate is not None and domain is not None:
+                        candidate = domain.fit(candidate)
                     if candidate is None or candidate.case_id in tried:
                         continue
                     tried.add(candidate.case_id)

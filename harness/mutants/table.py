@@ -254,6 +254,7 @@ class Table:
                 problem,
                 lambda candidate: fingerprint(slot.run(candidate.to_json())) == goal,
                 seconds=self.config.shrink_s,
+                domain=self._domain,
             ).problem
             size = {
                 "requests": len(small.requests),

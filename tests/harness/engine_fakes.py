@@ -131,7 +131,8 @@ def once(case: Problem, subject: str) -> CaseRecord:
 def misbehaving(case: Problem, subject: str) -> CaseRecord:
     """By its number of tokens: 1 segfault, 2 hang, 3 memory, 4 a harness bug, 5 exit, 7 exit later, 8 slow,
     9 to 11 exceptions that are no Exception, 12 a quiet exit, 13 a fork that returns twice, 14 a child that stays,
-    15 a GPU that stops and is noticed by the judge, 16 one that stops at the end of the case."""
+    15 a GPU that stops and is noticed by the judge, 16 one that stops at the end of the case, 17 one that has no memory
+    left and stops, 18 one whose errors go round in a circle, 19 functions of torch that are replaced."""
     match case.num_tokens:
         case 1:
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -160,12 +161,18 @@ def misbehaving(case: Problem, subject: str) -> CaseRecord:
         case 14:
             child = subprocess.Popen(["sleep", "600"])
             Path(tempfile.gettempdir(), "child").write_text(str(child.pid))
-        case 15 | 16:
-            stop_the_gpu(noticed=case.num_tokens == 15)
+        case 15 | 16 | 17 | 18:
+            stop_the_gpu(case.num_tokens)
+        case 19:
+            sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(is_initialized=None))  # type: ignore[assignment]
     return good(case, subject)
 
 
-def stop_the_gpu(*, noticed: bool) -> None:
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+def stop_the_gpu(how: int) -> None:
     """What a process sees of a GPU whose kernel touched foreign memory: each request fails, the first one late.
 
     Where launches wait for their end, the launch itself fails, in a file that stands for a stage.
@@ -174,15 +181,24 @@ def stop_the_gpu(*, noticed: bool) -> None:
     def request() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore of it")
 
-    sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True, synchronize=request))  # type: ignore[assignment]
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True, is_available=lambda: True, synchronize=request, empty_cache=request
+    )
+    sys.modules["torch"] = SimpleNamespace(cuda=cuda)  # type: ignore[assignment]
     space: dict[str, object] = {"request": request}
     exec(compile("def launch():\n    request()", "/x/optimized/merge.py", "exec"), space)
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         try:
             space["launch"]()  # type: ignore[operator]
-        except RuntimeError:
+        except RuntimeError as error:
+            if how == 18:
+                later = RuntimeError("later")
+                later.__context__, error.__context__ = error, later
+                raise later  # noqa: B904
             request()  # as a judge that goes on
-    if noticed:
+    if how == 17:
+        raise OutOfMemoryError("no memory")
+    if how != 16:
         request()
 
 

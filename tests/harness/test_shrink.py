@@ -17,6 +17,8 @@ from harness.problems.problem import (
     Request,
     TopkSpec,
 )
+from harness.subjects.contract import Contract
+from harness.subjects.domain import Domain
 from tests.harness import engine_fakes
 
 BIG = Problem(
@@ -92,3 +94,27 @@ def test_does_it_stop_when_the_time_is_over() -> None:
     result = shrink(BIG, slow, seconds=0.3)
     assert time.monotonic() - start < 1.0
     assert result.tries <= 7
+
+
+def test_is_no_case_tried_that_is_not_legal_for_the_subject() -> None:
+    domain = Domain("attend", Contract(head_dim_multiple=8, zero_lengths=False, topk_multiple=4))
+    start = domain.fit(engine_fakes.problem((30, 9), (5, 12)))
+    tried: list[Problem] = []
+
+    def fails(problem: Problem) -> bool:
+        tried.append(problem)
+        return problem.num_tokens >= 3
+
+    found = shrink(start, fails, seconds=20.0, domain=domain)
+    assert tried
+    assert [p for p in tried if domain.outside(p) is not None] == []
+    assert (found.problem.num_tokens, len(found.problem.requests)) == (3, 1)
+    assert found.problem.dims.topk == 4
+
+
+def test_is_a_case_made_smaller_that_was_never_legal_for_the_subject() -> None:
+    domain = Domain("attend", Contract(head_dim_multiple=32))
+    start = engine_fakes.problem((30, 9), (5, 12))
+    assert domain.outside(start) is not None
+    found = shrink(start, lambda problem: problem.num_tokens >= 3, seconds=20.0, domain=domain)
+    assert (found.problem.num_tokens, found.problem.dims.nope) == (3, 16)

@@ -76,5 +76,25 @@ def test_is_the_first_cause_told_once() -> None:
     assert said(outer) == "at the call (from TypeError: no such node)"
     assert described(outer) == "RuntimeError: at the call (from TypeError: no such node)"
     assert said(again) == "wraps: no such node"
+    short = RuntimeError("call 10 failed")
+    short.__cause__ = KeyError(1)
+    assert said(short) == "call 10 failed (from KeyError: 1)"
+    short.__cause__ = KeyError()
+    assert said(short) == "call 10 failed (from KeyError)"
     inner.__cause__ = outer  # a circle
     assert said(outer) == "at the call (from TypeError: no such node)"
+
+
+class CauselessError(Exception):
+    @property
+    def __cause__(self) -> BaseException:  # type: ignore[override]
+        raise KeyboardInterrupt
+
+
+class OddCauseError(Exception):
+    __cause__ = "text"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [CauselessError, OddCauseError])
+def test_may_a_cause_be_anything(kind: type[Exception]) -> None:
+    assert said(kind("it failed")) == "it failed"
