@@ -6,6 +6,8 @@ own, imports nothing heavy, and cannot fail: the suite itself is `harness/pytest
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 OPTIONS = {
@@ -38,6 +40,12 @@ def subjects_of(config: pytest.Config) -> list[str]:
     return listed if given is None else given
 
 
+def folder_of_subjects(config: pytest.Config) -> Path:
+    """Where relative files of subjects begin: here for the command line, else the folder of the configuration file."""
+    listed = config.getoption("mlacheck_subject") is None and config.inipath is not None
+    return config.inipath.parent if listed and config.inipath is not None else config.invocation_params.dir
+
+
 def option(config: pytest.Config, name: str) -> str:
     """An option from the command line, or else from the configuration file; empty if neither has it."""
     given: str | None = config.getoption(f"mlacheck_{name}")
@@ -66,4 +74,4 @@ def mlacheck_subject(pytestconfig: pytest.Config) -> str:
         pytest.skip("no --mlacheck-subject is given")
     from harness.subjects.names import full_name
 
-    return full_name(names[0], option(pytestconfig, "stage") or None, pytestconfig.invocation_params.dir)
+    return full_name(names[0], option(pytestconfig, "stage") or None, folder_of_subjects(pytestconfig))

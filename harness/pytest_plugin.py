@@ -21,7 +21,7 @@ from harness.pytest_run import Campaign, Outcome, SuiteError
 from harness.subjects.api import SubjectError
 from harness.subjects.names import MUTANT_PREFIX, full_name, short_name, split_name
 from harness.subjects.stages import STAGES
-from mlacheck_pytest import option, subjects_of
+from mlacheck_pytest import folder_of_subjects, option, subjects_of
 
 FOLDER_KEY = "mlacheck_folder"
 DEFAULT_EXAMPLES = "50"
@@ -77,7 +77,7 @@ class Suite:
         self.options = read_options(config)
         inputs: dict[str, Any] | None = getattr(config, "workerinput", None)
         self.folder = Path(inputs[FOLDER_KEY]) if inputs else _new_folder(config)
-        stage, here = option(config, "stage") or None, config.invocation_params.dir
+        stage, here = option(config, "stage") or None, folder_of_subjects(config)
         try:
             names = [full_name(name, stage, here) for name in subjects_of(config)]
         except ValueError as error:
@@ -87,6 +87,9 @@ class Suite:
             title: Campaign(name, self.folder / _slug(title), self.options)
             for title, name in zip(titles, names, strict=True)
         }
+        if inputs is None and getattr(config.option, "numprocesses", None):
+            for name in names:
+                checks_of(name)  # only xdist's workers collect, and nobody hears what they complain about
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:

@@ -74,8 +74,9 @@ def counts(frame: pd.DataFrame, column: str, always: Iterable[str] = ()) -> pd.D
 
 
 def path_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """Cases for each path and kernel."""
-    return counts(frame, "paths", PATH_NAMES)
+    """Cases for each path and kernel; for a subject of one stage, which has no paths, the stage."""
+    named = {path for paths in frame["paths"] for path in paths}
+    return counts(frame, "paths", PATH_NAMES if not named or named.intersection(PATH_NAMES) else ())
 
 
 def feature_table(frame: pd.DataFrame, known: Iterable[str]) -> pd.DataFrame:

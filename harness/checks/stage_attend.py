@@ -9,7 +9,14 @@ import torch
 from harness.checks.attention import head_groups, rows_of_request
 from harness.checks.link import first_bad
 from harness.checks.power import ROWS, power_shares, vacuous_classes
-from harness.checks.readout import AttendShape, count_attended, first_difference, name_attended, shown_wrongly
+from harness.checks.readout import (
+    AttendShape,
+    SetDifference,
+    count_attended,
+    first_difference,
+    name_attended,
+    shown_wrongly,
+)
 from harness.checks.stage_case import StageRun
 from harness.checks.stage_inputs import AttendCall, attend_calls, dense_allowed, pack_mask
 from harness.checks.stage_result import (
@@ -112,7 +119,13 @@ class AttendJudge:
             if first_bad(keys) is not None:
                 return [*keys, *records]
         count = self._count(call) if keys else []
-        return [*records, *keys, *in_order(say_conventions(numbers, self.contract), count)]
+        found = [*records, *keys, *in_order(say_conventions(numbers, self.contract), count)]
+        bad = first_bad(found)
+        if keys and bad is not None and bad.place.head is not None:
+            other = self._keys_of_head(call, bad.place.head)
+            if other is not None:
+                return [other, *records]
+        return found
 
     def _numbers(self, call: AttendCall, slot: int, result: Result) -> list[CheckRecord]:
         """LSE, output and largest scores of one request, in groups of heads that fit in memory."""
@@ -152,20 +165,37 @@ class AttendJudge:
             blame = self._not_the_keys(call, reader, slot, attended, difference.row)
             if blame is not None:
                 return [blame]
-            start = call.key_starts[slot] if self.run.takes("key_starts") else 0
-            key = difference.key
-            place = Place(
-                call=call.name,
-                chunk=call.chunk,
-                request=call.first_request + slot,
-                row=difference.row,
-                token=call.first_token + call.q_starts[slot] + difference.row,
-                key=key,
-                word=(key + start) // 32,
-                bit=(key + start) % 32,
-            )
-            return [failed(STAGE, "attend.keys", difference.describe(start), place)]
+            return [self._other_set(call, slot, difference, None)]
         return [passed(STAGE, "attend.keys")]
+
+    def _keys_of_head(self, call: AttendCall, head: int) -> CheckRecord | None:
+        """A record if this head attends other keys than it must: the read-out of all heads shows a key by one only."""
+        if -(-max(call.k_lens, default=0) // call.v.shape[2]) > MAX_LAUNCHES_OF_A_FAILURE:
+            return None
+        reader = _Reader(self, call)
+        for slot, attended in enumerate(name_attended(reader, reader.shape, head)):
+            difference = first_difference(attended, call.allowed(slot))
+            if difference is not None and not reader.nonfinite:
+                return self._other_set(call, slot, difference, head)
+        return None
+
+    def _other_set(self, call: AttendCall, slot: int, difference: SetDifference, head: int | None) -> CheckRecord:
+        """The record of a row that attends other keys; `head` where that one alone does."""
+        start = call.key_starts[slot] if self.run.takes("key_starts") else 0
+        key = difference.key
+        place = Place(
+            call=call.name,
+            chunk=call.chunk,
+            request=call.first_request + slot,
+            row=difference.row,
+            token=call.first_token + call.q_starts[slot] + difference.row,
+            head=head,
+            key=key,
+            word=(key + start) // 32,
+            bit=(key + start) % 32,
+        )
+        where = "" if head is None else f"head {head} alone: "
+        return failed(STAGE, "attend.keys", where + difference.describe(start), place)
 
     def _not_the_keys(
         self, call: AttendCall, reader: _Reader, slot: int, attended: torch.Tensor, row: int

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from harness.checks.link import first_bad
 from reports.records import CaseRecord, CheckRecord, Status
 
+ATTENTION = ("attend", "mqa", "prefill")
+"""Stages whose margins are those of a case: where a stage rounds once, the margin is near 1 always."""
+MERGE = "merge"
+"""Unless a subject does nothing else."""
+
 
 def summarise(record: CaseRecord, checks: Sequence[CheckRecord], *, nothing_compared: bool) -> None:
     """Status, first bad stage, margins, and the records worth keeping: what is not a plain PASS, one a check."""
@@ -28,15 +33,15 @@ def summarise(record: CaseRecord, checks: Sequence[CheckRecord], *, nothing_comp
         if kept is None or (check.margin or 0.0) > (kept.margin or 0.0):
             worst[check.check] = check
     record.checks = [check for check in checks if check.status.is_finding] + list(worst.values())
-    record.margin_out = _worst_margin(checks, ".out")
-    record.margin_lse = _worst_margin(checks, ".lse")
+    stages = (MERGE,) if record.paths == [MERGE] else ATTENTION
+    record.margin_out = _worst_margin(checks, stages, ".out")
+    record.margin_lse = _worst_margin(checks, stages, ".lse")
 
 
-def _worst_margin(checks: Sequence[CheckRecord], suffix: str) -> float | None:
-    """Over the attention results: of stages that round once the margin is near 1 always."""
+def _worst_margin(checks: Sequence[CheckRecord], stages: Sequence[str], suffix: str) -> float | None:
     margins = [
         check.margin
         for check in checks
-        if check.stage in ("attend", "mqa", "prefill") and check.check.endswith(suffix) and check.margin is not None
+        if check.stage in stages and check.check.endswith(suffix) and check.margin is not None
     ]
     return max(margins, default=None)

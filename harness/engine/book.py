@@ -42,6 +42,11 @@ class RunConfig:
     strategy: str = "harness.problems.strategies:cases"
     preload: tuple[str, ...] = PRELOAD
 
+    def share(self, shard: int) -> int | None:
+        """Cases of one shard; None: no limit. Who judges how many is fixed, so that a seed means the same cases."""
+        limit = self.limits.max_examples
+        return None if limit is None else limit // self.jobs + (shard < limit % self.jobs)
+
 
 @dataclass
 class Book:

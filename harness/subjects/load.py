@@ -118,6 +118,9 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
+_OURS = Path(__file__).parents[1]
+
+
 def _extend_path(folder: Path) -> None:
     """Last, so that nothing in a user's folder takes the place of an installed package."""
     if str(folder) not in sys.path:
@@ -125,12 +128,13 @@ def _extend_path(folder: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """`NameError: name 'x' is not defined (my_kernel.py:12)`: the innermost line outside the import machinery."""
+    """`NameError: name 'x' is not defined (my_kernel.py:12)`: the innermost line that is neither ours nor the import
+    machinery's."""
     lines = []
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith("<frozen") and Path(file) != Path(__file__):
+        if not file.startswith("<frozen") and not Path(file).is_relative_to(_OURS):
             lines.append(f"{Path(file).name}:{trace.tb_lineno}")
         trace = trace.tb_next
     if isinstance(error, SyntaxError) and error.filename:

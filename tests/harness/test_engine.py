@@ -194,12 +194,23 @@ def test_does_a_clean_run_judge_exactly_as_many_cases_as_asked(tmp_path: Path) -
     assert meta.search_seconds is not None
 
 
-def test_do_equal_seeds_draw_equal_cases_and_others_do_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_do_equal_seeds_draw_equal_cases_and_others_do_not(tmp_path: Path, jobs: int) -> None:
     drawn = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        outcome = run_quietly(config(tmp_path / name, seed=seed, jobs=1))
-        drawn.append([row["case_id"] for row in read_rows(outcome.folder)])
+    for name, seed, checker in (("a", 1, "good"), ("b", 1, "slow"), ("c", 2, "good")):
+        outcome = run_quietly(config(tmp_path / name, checker, seed=seed, jobs=jobs))
+        drawn.append(sorted(row["case_id"] for row in read_rows(outcome.folder)))
+        assert len(drawn[-1]) == 40
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_are_the_cases_shared_out_whole() -> None:
+    for limit, jobs in ((40, 3), (2, 5), (7, 7), (1, 1)):
+        some = config(Path("x"), jobs=jobs, limits=Limits(max_examples=limit, max_time_s=1.0, case_timeout_s=1.0))
+        shares = [some.share(shard) for shard in range(jobs)]
+        assert sum(share or 0 for share in shares) == limit
+        assert max(share or 0 for share in shares) - min(share or 0 for share in shares) <= 1
+    assert config(Path("x"), limits=Limits(max_examples=None, max_time_s=1.0, case_timeout_s=1.0)).share(0) is None
 
 
 def test_is_each_fault_reported_once_with_a_replayable_case(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_does_every_command_of_a_guide_print_what_it_shows(guide: str, tmp_path:
         "PYTHONPATH": str(ROOT),
         "COLUMNS": "300",
         "PROFILE": "quick",
-        "SECONDS": "2",
+        "LIMIT": "2",
     }
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "CI"))} | variables
     count = 0

@@ -212,6 +212,36 @@ def test_is_a_wrong_option_one_clear_line(tmp_path: Path, args: tuple[str, ...],
     assert "Traceback" not in done.text
 
 
+@pytest.mark.parametrize("subject", ["nosuch.py:f", "kernels.py:nosuch", "nosuch"])
+def test_is_a_wrong_subject_one_clear_line_under_xdist_too(tmp_path: Path, subject: str) -> None:
+    (tmp_path / "test_other.py").write_text("def test_other():\n    pass\n")
+    for workers in ((), ("-n", "2")):
+        done = run_pytest(tmp_path, *FAST, "--mlacheck-subject", subject, *workers)
+        assert done.code == 4, done.text
+        (complaint,) = done.lines("ERROR: mlacheck: ")
+        assert subject.split(":")[-1 if subject.startswith("kernels") else 0] in complaint
+        assert "INTERNALERROR" not in done.text
+
+
+def test_is_a_subject_of_the_configuration_file_found_from_any_folder(tmp_path: Path) -> None:
+    config = '[tool.pytest.ini_options]\nmlacheck_subject = ["kernels.py:right"]\n'
+    (tmp_path / "sub").mkdir()
+    assert run_pytest(tmp_path, *FAST, "--rootdir", str(tmp_path), "-k", "plan.chunks", "sub", config=config).code == 0
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    installed = any(point.value == "mlacheck_pytest" for point in entry_points(group="pytest11"))
+    plugin = () if installed else ("-p", "mlacheck_pytest")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *plugin, *FAST, "-k", "plan.chunks"],
+        cwd=tmp_path / "sub",
+        env={name: value for name, value in env.items() if not name.startswith("PYTEST_")},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_is_torch_left_alone_where_no_option_is_used(tmp_path: Path) -> None:
     test = "import sys\ndef test_light():\n    assert not {'torch', 'harness', 'hypothesis.core'} & set(sys.modules)\n"
     (tmp_path / "test_light.py").write_text(test)

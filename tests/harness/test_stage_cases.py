@@ -55,6 +55,14 @@ def test_does_a_right_function_pass_whatever_the_batch(stage: str, case: str) ->
     assert record.margin_lse is None or record.margin_lse <= 1
 
 
+def test_has_a_merge_alone_a_margin_and_has_another_that_rounds_once_none() -> None:
+    merge, gather = (judge(stage, RIGHT[stage], RAGGED, PLAIN) for stage in ("merge", "gather"))
+    assert merge.margin_out is not None
+    assert merge.margin_lse is not None
+    assert 0 < merge.margin_out <= 1
+    assert (gather.margin_out, gather.margin_lse) == (None, None)
+
+
 @pytest.mark.parametrize("stage", RIGHT)
 def test_are_the_checks_of_a_stage_those_of_its_table(stage: str) -> None:
     contract = Contract(cache_dtypes=("auto",), batch_invariant=True)
@@ -123,6 +131,45 @@ def test_is_a_key_that_must_not_be_attended_named() -> None:
     record = judge("attend", wrong_attend(see_key_0), problem((0, 12), kinds=("self_only",)))
     assert broken(record) == ["attend.keys"]
     assert "row 1 attended key 0 (word 0, bit 0)" in record.message
+
+
+def _one_head_alone(head: int, key: int, seen: bool) -> Callable[..., Any]:
+    """A right function but for one head, whose last row of each request sees one key more, or one less."""
+
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed):  # type: ignore[no-untyped-def]
+        out, lse = my_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed)
+        other = allowed.clone()
+        for b, end in enumerate(cu_seqlens_q[1:].tolist()):
+            if end > cu_seqlens_q[b] and key < cu_seqlens_k[b + 1] - cu_seqlens_k[b]:
+                other[end - 1, key] = seen
+        wrong, wrong_lse = my_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, other)
+        out[:, head], lse[head] = wrong[:, head], wrong_lse[head]
+        return out, lse
+
+    return attend
+
+
+@pytest.mark.parametrize("head", [0, 1])
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_is_a_key_of_one_head_alone_named(head: int, seen: bool, with_lse: bool) -> None:
+    """The read-out of all heads shows key 2 by head 0 and key 10 by head 1 only: the other head must be asked alone."""
+    case = problem((45, 3), kinds=("window" if seen else "all",)).replace(dims=RAGGED.dims)
+    case = case.replace(topk=case.topk.model_copy(update={"rows": ((40, 41, 42),) * 3 if seen else ((2, 10, 20),) * 3}))
+    for key in (2, 10):
+        attend = _one_head_alone(head, key, seen)
+
+        def without_lse(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed, attend=attend):  # type: ignore[no-untyped-def]
+            return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed)[0]
+
+        contract = Contract() if with_lse else Contract(lse_base=None)
+        record = judge("attend", attend if with_lse else without_lse, case, contract)
+        assert broken(record)[0] == "attend.keys", record.message
+        assert f"row 2 {'attended' if seen else 'missed'} key {key} (word 0, bit {key})" in record.message
+        place = first(record).place
+        assert (place.request, place.row, place.key, place.word, place.bit) == (0, 2, key, 0, key)
+        shown_by_all = key // 8 == head
+        assert place.head == (None if shown_by_all else head)
 
 
 ATTEND_FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {

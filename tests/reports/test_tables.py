@@ -53,6 +53,11 @@ def test_does_an_empty_run_have_a_summary() -> None:
     assert set(numbers["paths"].values()) == {0}
 
 
+def test_are_no_paths_listed_for_a_subject_of_one_stage() -> None:
+    rows = [row("a", paths=["merge"]), row("b", paths=["merge"])]
+    assert tables.path_table(tables.case_frame(rows))["name"].tolist() == ["merge"]
+
+
 def test_does_the_path_table_show_the_worst_margin_of_each_path() -> None:
     table = tables.path_table(tables.case_frame(ROWS)).set_index("name")
     assert table.loc["remap", "worst_out"] == 7.0
