@@ -123,8 +123,11 @@ class AttendJudge:
         bad = first_bad(found)
         if keys and bad is not None and bad.place.head is not None:
             other = self._keys_of_head(call, bad.place.head)
-            if other is not None:
+            if other is not None and other.check == "attend.keys":
                 return [other, *records]
+            if other is not None:
+                more = bad.model_copy(update={"message": f"{bad.message}; {other.message}"})
+                return [more if record is bad else record for record in found]
         return found
 
     def _numbers(self, call: AttendCall, slot: int, result: Result) -> list[CheckRecord]:
@@ -163,20 +166,24 @@ class AttendJudge:
             if difference is None:
                 continue
             blame = self._not_the_keys(call, reader, slot, attended, difference.row)
-            if blame is not None:
-                return [blame]
-            return [self._other_set(call, slot, difference, None)]
+            if blame is None:
+                return [self._other_set(call, slot, difference, None)]
+            # it shows each key by one head: that one may attend others, as many as it must
+            showing = difference.key // call.v.shape[2] % call.q.shape[1]
+            other = self._keys_of_head(call, showing)
+            return [blame if other is None or other.check != "attend.keys" else other]
         return [passed(STAGE, "attend.keys")]
 
     def _keys_of_head(self, call: AttendCall, head: int) -> CheckRecord | None:
-        """A record if this head attends other keys than it must: the read-out of all heads shows a key by one only."""
+        """A record if this head shows other keys than it must: the read-out of all heads shows a key by one only."""
         if -(-max(call.k_lens, default=0) // call.v.shape[2]) > MAX_LAUNCHES_OF_A_FAILURE:
             return None
         reader = _Reader(self, call)
         for slot, attended in enumerate(name_attended(reader, reader.shape, head)):
             difference = first_difference(attended, call.allowed(slot))
             if difference is not None and not reader.nonfinite:
-                return self._other_set(call, slot, difference, head)
+                blame = self._not_the_keys(call, reader, slot, attended, difference.row, head)
+                return blame or self._other_set(call, slot, difference, head)
         return None
 
     def _other_set(self, call: AttendCall, slot: int, difference: SetDifference, head: int | None) -> CheckRecord:
@@ -198,9 +205,15 @@ class AttendJudge:
         return failed(STAGE, "attend.keys", where + difference.describe(start), place)
 
     def _not_the_keys(
-        self, call: AttendCall, reader: _Reader, slot: int, attended: torch.Tensor, row: int
+        self,
+        call: AttendCall,
+        reader: _Reader,
+        slot: int,
+        attended: torch.Tensor,
+        row: int,
+        head: int | None = None,
     ) -> CheckRecord | None:
-        """A record that blames the output, where it is wrong although the keys are not."""
+        """A record that blames the output, where it is wrong although the keys are not (of `head`, or of all)."""
         packed = call.q_starts[slot] + row
         where = Place(call=call.name, request=call.first_request + slot, row=row, token=call.first_token + packed)
         right = int(call.allowed(slot)[row].sum())
@@ -215,13 +228,18 @@ class AttendJudge:
             place = Place(call=call.name, token=call.first_token + packed, head=head, column=column)
             return failed(STAGE, "attend.out", note, place)
         shown = int(attended[row].sum())
-        if self.contract.lse_base is None or shown == right:
+        if shown == right:
             return None
-        counted = count_attended(reader, reader.shape)[:, packed]
+        if self.contract.lse_base is None:
+            if shown or head is None:
+                return None
+            return failed(STAGE, "attend.out", f"head {head} alone: row {row} shows none of its keys", where)
+        counted = count_attended(reader, reader.shape)[slice(None) if head is None else head, packed]
         if not bool(((counted - right).abs() < 0.25).all()):
             return None
+        whose = "" if head is None else f"head {head} alone: "
         note = f"LSE counts {right} keys, as it must, and the output shows {shown}: the output is wrong, not the set"
-        return failed(STAGE, "attend.out", note, where)
+        return failed(STAGE, "attend.out", whose + note, where.model_copy(update={"head": head}))
 
     def _count(self, call: AttendCall) -> list[CheckRecord]:
         """exp(LSE) at q = 0 is the number of keys: a key that counts twice shows here and nowhere else."""

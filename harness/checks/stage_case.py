@@ -100,6 +100,7 @@ class StageRun:
             if name not in (buffers or {}) and name not in written and not _same(offered[name], old):
                 message = f"{call} changed its input {name}"
                 self.records.append(failed("guard", "guard.inputs", message, Place(call=call), status=Status.GUARD))
+                _restore(offered[name], old)  # the judge goes on with what was given
         for name, buffer in (buffers or {}).items():
             self.records.append(buffer.check(GUARD_NAMES.get((self.stage, name), name)))
         return result
@@ -145,9 +146,10 @@ class StageRun:
     ) -> None:
         """Make the call twice more, on inputs made anew; the results must have the same bits.
 
-        `results(returned, inputs)` is what to compare.
+        `results(returned, inputs)` is what to compare. A call that changes its inputs has been told so, and is not
+        made again.
         """
-        if not self.repeats:
+        if not self.repeats or any(record.status.is_finding for record in self.records):
             return
         self.repeats = False
         seen = []
@@ -228,10 +230,21 @@ def _copy(value: Any) -> Any:
 
 def _same(value: Any, old: Any) -> bool:
     if isinstance(old, torch.Tensor):
-        return same_bits(value, old)
+        return isinstance(value, torch.Tensor) and same_bits(value, old)
     if isinstance(old, list):
         return len(value) == len(old) and all(_same(a, b) for a, b in zip(value, old, strict=True))
     return bool(value == old)
+
+
+def _restore(value: Any, old: Any) -> None:
+    """Make a tensor, or a list of anything, what it was."""
+    if isinstance(old, torch.Tensor):
+        if value.shape == old.shape:
+            value.copy_(old)
+        else:
+            value.set_(old.untyped_storage(), old.storage_offset(), old.size(), old.stride())
+    elif isinstance(old, list):
+        value[:] = old
 
 
 def _line(error: BaseException) -> str:

@@ -43,8 +43,9 @@ class There:
         for (memory, _), now in zip(self._memories.values(), _moved(written, torch.device("cpu")), strict=True):
             memory.copy_(now)
         for here, there in self._tensors.values():
-            if (here.shape, here.stride()) != (there.shape, there.stride()):
-                _reshape(here, there)
+            elsewhere = _address(there) != self._memories[_address(here)][1].untyped_storage().data_ptr()
+            if elsewhere or (here.shape, here.stride()) != (there.shape, there.stride()):
+                _reshape(here, there, elsewhere=elsewhere)
         known = {id(there): here for here, there in self._tensors.values()}
         for old, new in self._lists:
             old[:] = [known[id(item)] if id(item) in known else _here(item) for item in new]
@@ -96,14 +97,13 @@ def _moved(memories: Sequence[torch.Tensor], device: torch.device) -> list[torch
     return [there[start : start + memory.numel()].clone() for start, memory in zip(starts, memories, strict=True)]
 
 
-def _reshape(here: torch.Tensor, there: torch.Tensor) -> None:
-    """Give a tensor the shape that the call gave its copy; one that got a larger memory gets what is in it."""
-    whole = there.untyped_storage().nbytes() <= here.untyped_storage().nbytes()
-    if whole:
-        here.set_(here.untyped_storage(), there.storage_offset(), there.size(), there.stride())
+def _reshape(here: torch.Tensor, there: torch.Tensor, *, elsewhere: bool) -> None:
+    """Give a tensor the shape that the call gave its copy; one that got another memory gets what is in it."""
+    if elsewhere or there.untyped_storage().nbytes() > here.untyped_storage().nbytes():
+        other = there.detach().cpu().clone(memory_format=torch.contiguous_format)
+        here.set_(other.untyped_storage(), 0, other.size(), other.stride())
     else:
-        larger = there.cpu().contiguous()
-        here.set_(larger.untyped_storage(), 0, larger.size(), larger.stride())
+        here.set_(here.untyped_storage(), there.storage_offset(), there.size(), there.stride())
 
 
 def _here(item: Any) -> Any:

@@ -14,6 +14,11 @@ from harness.problems.problem import Problem, ProblemError
 from reports.records import CaseRecord
 
 _CASE_ID = re.compile(r"[0-9a-f]{16}")
+_OWN_LINE = re.compile(r'\{"case_id": ?"')
+_NOT_KEPT = (
+    "says how it ended, but not what it is: that is kept of findings, of cases near their tolerance or worse than all "
+    "before them, and of those that were vacuous or not run"
+)
 
 
 def journaled_case(what: str, runs: Path) -> tuple[Path, CaseFile] | None:
@@ -27,20 +32,17 @@ def journaled_case(what: str, runs: Path) -> tuple[Path, CaseFile] | None:
     path = Path(what)
     if not _CASE_ID.fullmatch(path.name):
         return None
-    journals = [path.parent / "journal.jsonl"] if path.parent.name else sorted(runs.glob("*/journal.jsonl"))
-    known: Path | None = None
+    journals = [path.parent / "journal.jsonl"] if "/" in what else sorted(runs.glob("*/journal.jsonl"))
+    complaint = ""
     for journal in sorted(filter(Path.is_file, journals), key=lambda file: -file.stat().st_mtime):
         for line in _lines_with(journal, path.name):
-            case = _case(journal, line, path.name)
-            if case is not None:
-                return journal.resolve(), case
-            known = journal
-    if known is None:
-        return None
-    raise CaseFileError(
-        f"{what}: {known} says how the case ended, but not what it is: that is kept of findings, of cases near their "
-        "tolerance or worse than all before them, and of those that were vacuous or not run"
-    )
+            found = _case(line, path.name)
+            if isinstance(found, CaseFile):
+                return journal.resolve(), found
+            complaint = f"{journal} {found}" if found else complaint
+    if complaint:
+        raise CaseFileError(f"{what}: {complaint}")
+    return None
 
 
 def _lines_with(journal: Path, text: str) -> Iterator[str]:
@@ -48,12 +50,14 @@ def _lines_with(journal: Path, text: str) -> Iterator[str]:
         yield from (line for line in lines if text in line)
 
 
-def _case(journal: Path, line: str, case_id: str) -> CaseFile | None:
-    """The case of a line; None if it is another's, or the problem is not in it."""
+def _case(line: str, case_id: str) -> CaseFile | str:
+    """The case of a line, or what is wrong with it; nothing is with a line of another case."""
     try:
         record = CaseRecord.model_validate_json(line)
-        if record.case_id != case_id or record.problem is None:
-            return None
+        if record.case_id != case_id:
+            return ""
+        if record.problem is None:
+            return _NOT_KEPT
         return CaseFile.of(record, Problem.from_json(json.dumps(record.problem)))
-    except (ValidationError, ProblemError) as error:
-        raise CaseFileError(f"{journal}: the line of case {case_id} is damaged ({type(error).__name__})") from None
+    except (ValidationError, ProblemError):
+        return "has it on a line that is damaged" if _OWN_LINE.match(line) and case_id in line[:40] else ""

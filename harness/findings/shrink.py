@@ -60,6 +60,7 @@ def shrink(
                     candidate = changed(best, changes)
                     if candidate is not None and domain is not None:
                         candidate = domain.fit(candidate)
+                        candidate = candidate if _width(candidate) <= _width(best) else None
                     if candidate is None or candidate.case_id in tried:
                         continue
                     tried.add(candidate.case_id)
@@ -67,6 +68,12 @@ def shrink(
                         best, again, progress = candidate, True, True
                         break
     return Shrunk(best, len(tried) - 1)
+
+
+def _width(p: Problem) -> int:
+    """Of all dims; a narrow contract may know no smaller ones."""
+    dims = p.dims
+    return dims.heads + dims.kv_lora_rank + dims.nope + dims.rope + dims.v + dims.topk
 
 
 def _halve_all(p: Problem) -> Iterator[Changes]:

@@ -214,6 +214,22 @@ def test_is_a_case_that_a_journal_does_not_hold_refused_in_one_line(tmp_path: Pa
     run = _journal(tmp_path / "run", _near(LONG, kept=False))
     with pytest.raises(CaseFileError, match="not what it is"):
         journaled_case(f"{run}/{LONG.case_id}", tmp_path)
-    damaged = _journal(tmp_path / "damaged", torn=f'{{"case_id": "{LONG.case_id}", "sub')
+    torn = f'{{"case_id": "{LONG.case_id}", "sub'
+    damaged = _journal(tmp_path / "damaged", torn=torn)
     with pytest.raises(CaseFileError, match="is damaged"):
         journaled_case(f"{damaged}/{LONG.case_id}", tmp_path)
+    for text in (torn + "\n", ""):  # a whole line behind a torn one, and in an older run
+        whole = _journal(tmp_path / "runs" / f"whole{len(text)}", torn=text + _near(LONG).model_dump_json() + "\n")
+        assert journaled_case(f"{whole}/{LONG.case_id}", tmp_path) is not None
+    _journal(tmp_path / "runs" / "torn", torn=torn)
+    assert journaled_case(LONG.case_id, tmp_path / "runs") is not None
+
+
+def test_is_an_id_in_the_text_of_another_case_no_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = _near(engine_fakes.problem((3, 4))).model_copy(update={"message": f"as {LONG.case_id}"})
+    run = _journal(tmp_path / "run", other, torn=other.model_dump_json()[:-200])
+    assert journaled_case(f"{run}/{LONG.case_id}", tmp_path) is None
+    monkeypatch.chdir(run)
+    found = journaled_case(f"./{other.case_id}", tmp_path)
+    assert found is not None
+    assert found[0] == run / "journal.jsonl"

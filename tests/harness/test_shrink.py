@@ -34,6 +34,8 @@ BIG = Problem(
     layout=Layout(num_decode_tokens=3, q_pad=8, out_pad=4, topk_pad=1),
 )
 
+NAMES = ("kv_lora_rank", "nope", "rope", "v")
+
 
 def test_is_everything_that_does_not_matter_taken_away() -> None:
     result = shrink(BIG, lambda p: p.max_query_len >= 20, seconds=30)
@@ -118,3 +120,12 @@ def test_is_a_case_made_smaller_that_was_never_legal_for_the_subject() -> None:
     assert domain.outside(start) is not None
     found = shrink(start, lambda problem: problem.num_tokens >= 3, seconds=20.0, domain=domain)
     assert (found.problem.num_tokens, found.problem.dims.nope) == (3, 16)
+
+
+def test_does_shrinking_never_widen_the_dims() -> None:
+    small, large = (16, 8, 4, 8), (512, 128, 64, 128)
+    domain = Domain("attend", Contract(dims=(large, small)))
+    start = engine_fakes.problem((30, 9), (5, 12))
+    start = domain.fit(start.replace(dims=start.dims.model_copy(update=dict(zip(NAMES, small, strict=True)))))
+    found = shrink(start, lambda problem: problem.num_tokens >= 3, seconds=20.0, domain=domain)
+    assert (found.problem.num_tokens, tuple(getattr(found.problem.dims, name) for name in NAMES)) == (3, small)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.checks.stage_case import StageRun
 from harness.problems.problem import DataSpec, Paging, Problem, TopkSpec
 from harness.subjects.api import NotRunnable, StageSubject
 from harness.subjects.contract import Contract
@@ -170,6 +172,98 @@ def test_is_a_key_of_one_head_alone_named(head: int, seen: bool, with_lse: bool)
         assert (place.request, place.row, place.key, place.word, place.bit) == (0, 2, key, 0, key)
         shown_by_all = key // 8 == head
         assert place.head == (None if shown_by_all else head)
+
+
+ONE_ROW = problem((45, 1))
+ONE_ROW = ONE_ROW.replace(topk=ONE_ROW.topk.model_copy(update={"rows": ((0, 1, 2),)}))
+
+
+def _wrong_head(change: Callable[[torch.Tensor], torch.Tensor], head: int) -> Callable[[Any, Any], Any]:
+    def after(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out[:, head] = change(out[:, head].clone())
+        return out, lse
+
+    return after
+
+
+@pytest.mark.parametrize("head", [0, 1])
+@pytest.mark.parametrize("contract", [Contract(), Contract(lse_base=None), Contract(lse_base="2")])
+@pytest.mark.parametrize(
+    "change",
+    [torch.zeros_like, torch.neg, lambda out: out.roll(1, dims=1), lambda out: out * 1.05],
+    ids=["zero", "negated", "rolled", "scaled"],
+)
+def test_is_wrong_arithmetic_of_one_head_not_called_a_wrong_set(change: Any, contract: Contract, head: int) -> None:
+    after = _wrong_head(change, head)
+
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed):  # type: ignore[no-untyped-def]
+        out, lse = after(*my_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed))
+        return out if contract.lse_base is None else (out, lse if contract.lse_base == "e" else lse / math.log(2))
+
+    record = judge("attend", attend, ONE_ROW, contract)
+    zero = change is torch.zeros_like and contract.lse_base is None and head == 0
+    assert broken(record)[0] == ("attend.keys" if zero else "attend.out"), record.message
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_is_a_key_of_one_head_that_stands_for_another_named(head: int) -> None:
+    """As many keys as there must be, of which one is wrong: the count says nothing."""
+    case = ONE_ROW.replace(topk=ONE_ROW.topk.model_copy(update={"rows": ((2, 10, 20),)}))
+    lost, won = ((2, 9), (10, 3))[head]
+
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed):  # type: ignore[no-untyped-def]
+        out, lse = my_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed)
+        if allowed.shape[1] == 46:
+            other = allowed.clone()
+            other[-1, lost], other[-1, won] = False, True
+            wrong, wrong_lse = my_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, other)
+            out[:, head], lse[head] = wrong[:, head], wrong_lse[head]
+        return out, lse
+
+    record = judge("attend", attend, case)
+    assert broken(record)[0] == "attend.keys", record.message
+    assert f"head {head} alone: row 0 attended key {won}" in record.message
+    assert f"missed key {lost}" in record.message
+    assert first(record).place.head == head
+
+
+def _spoils(stage: str, name: str, spoil: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A right function that does something to an input after it has answered."""
+    right = RIGHT[stage]
+
+    @functools.wraps(right)
+    def function(*args: Any, **given: Any) -> Any:
+        own = {key: list(value) if isinstance(value, list) else value for key, value in given.items()}
+        result = right(*args, **own)
+        if len(given[name]):
+            spoil(given[name])
+        return result
+
+    return function
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "name", "spoil"),
+    [
+        ("gather", "src_cache", lambda x: x.resize_(0)),
+        ("gather", "block_table", lambda x: x.add_(1)),
+        ("gather", "cu_seq_lens", lambda x: x.zero_()),
+        ("prefill", "q", lambda x: x.unsqueeze_(0)),
+        ("mask", "topk_indices_per_req", lambda x: x.__setitem__(0, None)),
+        ("mask", "q_lens", lambda x: x.clear()),
+        ("attend", "q", lambda x: setattr(x, "data", x * 2)),
+        ("attend", "cu_seqlens_k", lambda x: x.set_(torch.zeros(3, dtype=torch.int32))),
+        ("merge", "prefix_lse", lambda x: setattr(x, "data", x.clone().fill_(1.0))),
+    ],
+)
+def test_does_a_spoilt_input_accuse_the_subject_and_not_break_the_judge(
+    stage: str, name: str, spoil: Any, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StageRun, "is_elsewhere", elsewhere)
+    record = judge(stage, _spoils(stage, name, spoil), RAGGED, PLAIN)
+    assert broken(record) == ["guard.inputs"], record.message
+    assert f"changed its input {name}" in record.message
 
 
 ATTEND_FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
