@@ -42,8 +42,9 @@ def subjects_of(config: pytest.Config) -> list[str]:
 
 def folder_of_subjects(config: pytest.Config) -> Path:
     """Where relative files of subjects begin: here for the command line, else the folder of the configuration file."""
-    listed = config.getoption("mlacheck_subject") is None and config.inipath is not None
-    return config.inipath.parent if listed and config.inipath is not None else config.invocation_params.dir
+    if config.getoption("mlacheck_subject") is None and config.inipath is not None:
+        return config.inipath.parent
+    return config.invocation_params.dir
 
 
 def option(config: pytest.Config, name: str) -> str:

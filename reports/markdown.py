@@ -12,7 +12,6 @@ from reports.coverage import read_coverage
 from reports.records import Status
 from reports.runs import read_meta, read_rows
 
-WORST = "Worst margins"
 MESSAGE_LINE = 2
 """Line of a finding's report that holds its message; the title is line 0."""
 
@@ -49,7 +48,7 @@ def run_markdown(run: Path, rows: Sequence[tables.Row] | None = None) -> str:
         "",
     ]
     lines += _findings(run)
-    checks, coverage = tables.check_frame(rows), read_coverage(run)
+    checks, coverage, worst = tables.check_frame(rows), read_coverage(run), _worst_cases(frame)
     features = tables.feature_table(frame, meta.features) if coverage is None else tables.coverage_table(coverage)
     for title, table in (
         ("Paths and kernels", tables.path_table(frame)),
@@ -58,12 +57,12 @@ def run_markdown(run: Path, rows: Sequence[tables.Row] | None = None) -> str:
         ("No power", tables.vacuous_table(frame)),
         ("Sources", tables.source_table(frame)),
         ("Features", features),
-        (WORST, _worst_cases(frame)),
+        ("Worst margins", worst),
     ):
         if not table.empty:
             lines += [f"## {title}", "", markdown_table(table), ""]
-            if title == WORST:
-                lines += [f"`mlacheck replay {run.resolve()}/CASE_ID` judges one of them again.", ""]
+    if not worst.empty:
+        lines += [f"`mlacheck replay {run.resolve()}/CASE_ID` judges one of them again.", ""]
     if coverage is not None:
         lines += ["## Pairs of features", "", f"{coverage.headline()}. The rarest:", ""]
         lines += [markdown_table(tables.pair_table(coverage)), ""]

@@ -15,6 +15,7 @@ import torch
 
 from harness.checks.attend import allowed_of_call
 from harness.checks.readout import (
+    COUNT_ERROR,
     Attend,
     AttendShape,
     SetDifference,
@@ -28,8 +29,6 @@ from reports.records import CheckRecord
 from reports.text import said
 
 MAX_READOUT_LAUNCHES = 64
-COUNT_ERROR = 0.01
-"""So far may `exp(LSE)` be from the number of keys; the float32 error of LSE gives 1e-6 of the number."""
 
 
 def shape_of(event: AttendEvent) -> AttendShape:
@@ -111,17 +110,13 @@ def _other_set(
 ) -> CheckRecord:
     """The record of a call that attended other keys; `head` where that one alone did."""
     start = event.key_starts[request] if event.key_starts is not None else 0
-    key = difference.key
     place = record.place.model_copy(
         update={
             "request": event.first_request + request,
-            "row": difference.row,
             "token": event.first_token + event.cu_seqlens_q[request] + difference.row,
-            "key": key,
-            "word": (key + start) // 32,
-            "bit": (key + start) % 32,
             "head": head,
             "column": None,
+            **difference.place(start),
         }
     )
     stage = "mask_mod" if event.mask is not None else record.stage

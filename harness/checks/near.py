@@ -24,6 +24,8 @@ MAX_PRODUCTS = 5e7
 """Multiplications of one reference (scores, outputs and projections): about 0.1 s of a core in float64."""
 MAX_ELEMENTS = 2**24
 """Elements of all tensors of the case."""
+_ALIGNMENT = 16
+"""Bytes at which each part of a transfer begins: a multiple of every element size."""
 
 
 def is_small(problem: Problem) -> bool:
@@ -87,8 +89,11 @@ def _rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def _transferred(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Contiguous copies on the CPU, in order. Tensors that are there already are only made contiguous."""
     far = [tensor for tensor in tensors if is_far(tensor)]
-    copies = iter(_in_one(far))
-    return [next(copies) if is_far(tensor) else tensor.contiguous() for tensor in tensors]
+    copies = iter(in_one_transfer([bytes_of(tensor.detach()) for tensor in far], torch.device("cpu")))
+    return [
+        next(copies).view(tensor.dtype).view(tensor.shape) if is_far(tensor) else tensor.contiguous()
+        for tensor in tensors
+    ]
 
 
 def is_far(tensor: torch.Tensor) -> bool:
@@ -96,16 +101,14 @@ def is_far(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _in_one(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of the tensors of one device on the CPU, parts of one transfer."""
-    if not tensors:
+def in_one_transfer(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copies of flat byte tensors of one device on another, views of one memory; each may be read in any dtype."""
+    if not parts:
         return []
-    # the widest elements come first, so that each tensor begins at a multiple of its element size
-    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
-    parts = [bytes_of(tensors[i].detach()) for i in order]
-    whole, start = torch.cat(parts).cpu(), 0
-    copies: dict[int, torch.Tensor] = {}
-    for i, part in zip(order, parts, strict=True):
-        copies[i] = whole[start : start + part.numel()].view(tensors[i].dtype).view(tensors[i].shape)
-        start += part.numel()
-    return [copies[i] for i in range(len(tensors))]
+    padded = [piece for part in parts for piece in (part, part.new_empty(-part.numel() % _ALIGNMENT))]
+    whole, start = torch.cat(padded).to(device), 0
+    copies = []
+    for part in parts:
+        copies.append(whole[start : start + part.numel()])
+        start += part.numel() + -part.numel() % _ALIGNMENT
+    return copies

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 WORD_BITS = 32
+COUNT_ERROR = 0.01
+"""So far from a whole number `exp(LSE)` may be and still be a count; float32 gives 1e-6 of the number."""
 
 
 class Attend(Protocol):
@@ -144,6 +146,11 @@ class SetDifference:
     def key(self) -> int:
         """The first key in question."""
         return min([*self.missed, *self.attended])
+
+    def place(self, key_start: int = 0) -> dict[str, Any]:
+        """Row and first key in question, as fields of a Place; word and bit as in `describe`."""
+        word, bit = divmod(self.key + key_start, WORD_BITS)
+        return {"row": self.row, "key": self.key, "word": word, "bit": bit}
 
     def describe(self, key_start: int = 0) -> str:
         """`row 17 attended key 513 (word 16, bit 1), missed key 31 (word 0, bit 31)`.

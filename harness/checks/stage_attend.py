@@ -189,17 +189,13 @@ class AttendJudge:
     def _other_set(self, call: AttendCall, slot: int, difference: SetDifference, head: int | None) -> CheckRecord:
         """The record of a row that attends other keys; `head` where that one alone does."""
         start = call.key_starts[slot] if self.run.takes("key_starts") else 0
-        key = difference.key
         place = Place(
             call=call.name,
             chunk=call.chunk,
             request=call.first_request + slot,
-            row=difference.row,
             token=call.first_token + call.q_starts[slot] + difference.row,
             head=head,
-            key=key,
-            word=(key + start) // 32,
-            bit=(key + start) % 32,
+            **difference.place(start),
         )
         where = "" if head is None else f"head {head} alone: "
         return failed(STAGE, "attend.keys", where + difference.describe(start), place)
@@ -223,9 +219,9 @@ class AttendJudge:
             return failed(STAGE, "attend.out", note, where)
         mixed = None if self.contract.attention_sink else shown_wrongly(reader, reader.shape, relative=2.0**-6)
         if mixed is not None:
-            packed, head, column = mixed
+            shown_at, shown_by, column = mixed
             note = "with one V for all keys the output shows another: rows, heads or columns are mixed up"
-            place = Place(call=call.name, token=call.first_token + packed, head=head, column=column)
+            place = Place(call=call.name, token=call.first_token + shown_at, head=shown_by, column=column)
             return failed(STAGE, "attend.out", note, place)
         shown = int(attended[row].sum())
         if shown == right:

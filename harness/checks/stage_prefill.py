@@ -147,9 +147,8 @@ def _keys(run: StageRun) -> list[CheckRecord]:
         difference = first_difference(part, sequence_allowed(facts, request))
         if difference is not None:
             token = facts.token_starts[request] + difference.row
-            key = difference.key
-            side = "context" if key < facts.context_lens[request] else "new tokens"
-            place = Place(request=request, row=difference.row, token=token, key=key, word=key // 32, bit=key % 32)
+            side = "context" if difference.key < facts.context_lens[request] else "new tokens"
+            place = Place(request=request, token=token, **difference.place())
             return [failed(STAGE, "prefill.keys", f"{difference.describe()}, in the {side}", place)]
     return [passed(STAGE, "prefill.keys")]
 

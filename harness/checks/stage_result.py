@@ -10,6 +10,7 @@ import torch
 
 from harness.checks.attention import RowPlace, compare_attention
 from harness.checks.guards import same_bits
+from harness.checks.readout import COUNT_ERROR
 from harness.checks.stage_case import Ended
 from harness.checks.verdict import check_shape, compare_bounded, failed, passed
 from harness.subjects.contract import Contract
@@ -18,8 +19,6 @@ from reference.bound_rows import LAM
 from reference.numerics import U32
 from reports.records import CheckRecord, Place, Status
 
-WHOLE = 0.01
-"""So far from a whole number `exp(LSE)` may be and still be a count; float32 gives 1e-6 of the number."""
 COUNTED = "with all scores 0, exp(LSE) counts"
 ALL_HEADS = slice(0, None)
 
@@ -160,7 +159,7 @@ def count_record(stage: str, counted: torch.Tensor, must: torch.Tensor, place: R
         return passed(stage, f"{stage}.lse")
     head, row = (int(i) for i in wrong.nonzero()[0])
     found = float(counted[head, row])
-    if math.isfinite(found) and abs(found - round(found)) < WHOLE:
+    if math.isfinite(found) and abs(found - round(found)) < COUNT_ERROR:
         often = "more" if found > int(must[row]) else "less"
         message = (
             f"{COUNTED} {round(found)} keys, must be {int(must[row])}: the keys attended are the right ones, so that "

@@ -15,32 +15,28 @@ from typing import Any
 import torch
 
 from harness.checks.guards import storage_of
-
-_ALIGNMENT = 16
-"""Bytes at which each memory begins within the transfer."""
+from harness.checks.near import in_one_transfer
 
 
 class There:
     """Arguments of one call, moved. `device` is where they go."""
 
     def __init__(self, arguments: Mapping[str, Any], device: torch.device) -> None:
-        self._memories: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Address of a storage here -> its bytes here and there."""
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Identity of each tensor -> itself and the one there."""
         self._lists: list[tuple[list[Any], list[Any]]] = []
         here: dict[int, torch.Tensor] = {}
         _collect(arguments.values(), here)
-        copies = _moved([storage_of(tensor) for tensor in here.values()], device)
-        for (address, tensor), copy in zip(here.items(), copies, strict=True):
-            self._memories[address] = (storage_of(tensor), copy)
+        memories = [storage_of(tensor) for tensor in here.values()]
+        self._memories = dict(zip(here, zip(memories, _moved(memories, device), strict=True), strict=True))
+        """Address of a storage here -> its bytes here and there."""
         self.arguments = {name: self._made(value) for name, value in arguments.items()}
         """The same names and values, tensors on the device."""
 
     def bring_back(self) -> None:
         """Do to the arguments what was done to those that were moved."""
-        written = [there for _, there in self._memories.values()]
-        for (memory, _), now in zip(self._memories.values(), _moved(written, torch.device("cpu")), strict=True):
+        written = in_one_transfer([there for _, there in self._memories.values()], torch.device("cpu"))
+        for (memory, _), now in zip(self._memories.values(), written, strict=True):
             memory.copy_(now)
         for here, there in self._tensors.values():
             elsewhere = _address(there) != self._memories[_address(here)][1].untyped_storage().data_ptr()
@@ -85,16 +81,8 @@ def _collect(values: Any, found: dict[int, torch.Tensor]) -> None:
 
 
 def _moved(memories: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copies of flat byte tensors on a device, each in a memory of its own, by one transfer."""
-    starts, size = [], 0
-    for memory in memories:
-        starts.append(size)
-        size += -(-memory.numel() // _ALIGNMENT) * _ALIGNMENT
-    whole = torch.empty(size, dtype=torch.uint8, device=memories[0].device if memories else device)
-    for start, memory in zip(starts, memories, strict=True):
-        whole[start : start + memory.numel()] = memory
-    there = whole.to(device)
-    return [there[start : start + memory.numel()].clone() for start, memory in zip(starts, memories, strict=True)]
+    """Copies of flat byte tensors on a device, each in a memory of its own."""
+    return [part.clone() for part in in_one_transfer(memories, device)]
 
 
 def _reshape(here: torch.Tensor, there: torch.Tensor, *, elsewhere: bool) -> None:

@@ -59,7 +59,8 @@ class Book:
     """The problems that are legal for the subject; None: all are."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     cases: int = 0
-    taken: int = 0
+    taken: Counter[int] = field(default_factory=Counter)
+    """Cases that each shard has begun."""
     failing: int = 0
     not_run: int = 0
     harness_errors: int = 0
@@ -87,15 +88,15 @@ class Book:
         """From the first case until the last."""
         return (self.search_ended or time.monotonic()) - self.started
 
-    def take(self) -> bool:
-        """Whether one more case may start; counts it."""
-        limit, most_time = self.config.limits.max_examples, self.config.limits.max_time_s
+    def take(self, shard: int) -> bool:
+        """Whether a shard may start one more case; counts it."""
+        share, most_time = self.config.share(shard), self.config.limits.max_time_s
         with self.lock:
-            over = self.stopping or (limit is not None and self.taken >= limit)
+            over = self.stopping or (share is not None and self.taken[shard] >= share)
             over = over or (self.config.exit_first and self.failing > 0)
             if over or (most_time is not None and self.search_seconds > most_time):
                 return False
-            self.taken += 1
+            self.taken[shard] += 1
             return True
 
     def add(self, record: CaseRecord, problem_json: str) -> Finding | None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -195,17 +196,15 @@ class Slot:
         """CRASH of a device that no longer answers; a second run, whose launches wait, tells which stage did it."""
         self.renew()
         blocking = replace(self.spec, blocking=True)
-        again: DeviceLost | None = None
+        stage, frame = None, ""
         try:
-            self._call(run_case, given, problem_json, given, spec=blocking)
-        except DeviceLost as second:
-            again = second
+            with suppress(TimeoutError, ProcessExpired, BrokenProcessPool, RuntimeError):  # a crash all the same
+                self._call(run_case, given, problem_json, given, spec=blocking)
+        except DeviceLost as again:
+            stage, frame = again.stage, again.frame
         except CancelledError:
             raise Stopped from None
-        except (TimeoutError, ProcessExpired, BrokenProcessPool, RuntimeError):
-            pass  # a crash all the same, of which no more is known
         self.renew()
-        stage, frame = (again.stage, again.frame) if again is not None else (None, "")
         message = f"the GPU stopped: {lost.fault}" + (f" in {frame}" if frame else "")
         return self._bare(problem_json, Status.CRASH, message, stage=stage)
 

@@ -187,7 +187,6 @@ class Shard:
 
     def __post_init__(self) -> None:
         self._ran = Ran()
-        self._left = self.book.config.share(self.index)
         self._pipe, theirs = self.context.Pipe()
         self._process = self.context.Process(target=drive, args=(theirs,), name=f"shard-{self.index}", daemon=True)
         self._process.start()
@@ -239,10 +238,8 @@ class Shard:
         return self.slot.run(problem_json, timeout_s)
 
     def _judge(self, problem_json: str) -> CaseRecord | None:
-        if self._left == 0 or not self.book.take():
+        if not self.book.take(self.index):
             return None
-        if self._left is not None:
-            self._left -= 1
         record = self._run(problem_json)
         with self.book.lock:
             finding = self.book.add(record, problem_json)

@@ -32,7 +32,7 @@ def journaled_case(what: str, runs: Path) -> tuple[Path, CaseFile] | None:
     path = Path(what)
     if not _CASE_ID.fullmatch(path.name):
         return None
-    journals = [path.parent / "journal.jsonl"] if "/" in what else sorted(runs.glob("*/journal.jsonl"))
+    journals = [path.parent / "journal.jsonl"] if "/" in what else runs.glob("*/journal.jsonl")
     complaint = ""
     for journal in sorted(filter(Path.is_file, journals), key=lambda file: -file.stat().st_mtime):
         for line in _lines_with(journal, path.name):

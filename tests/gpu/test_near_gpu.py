@@ -18,7 +18,7 @@ from harness.subjects.api import StageSubject
 from harness.subjects.ours import OurLayer
 from optimized.trace import AttendEvent, Trace
 from reports.records import CaseRecord
-from tests.harness.test_stage_cases import CASES, PLAIN, RIGHT
+from tests.harness.stage_problems import CASES, PLAIN, RIGHT
 from tests.harness.traced import MANY
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

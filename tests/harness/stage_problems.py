@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -34,6 +36,29 @@ def problem(*lengths: tuple[int, int], **fields: Any) -> Problem:
 
 RAGGED = problem((45, 3), (0, 2), (33, 4))
 """Chunks, a request without context, no multiple of anything."""
+
+RIGHT: dict[str, Callable[..., Any]] = {
+    stage: getattr(import_module(f"harness.subjects.skeletons.{stage}"), f"my_{stage}")
+    for stage in ("attend", "mqa", "mask", "gather", "merge", "plan", "prefill")
+}
+HEADS_FIRST = "q, k, v, cu_seqlens_q, cu_seqlens_k, scale, allowed"
+PLAIN = Contract(cache_dtypes=("auto",))
+CASES = {
+    "ragged": RAGGED,
+    "no context": problem((0, 5), (0, 1)),
+    "empty rows": problem((20, 3), (12, 2), kinds=("all_empty", "some_empty")),
+    "duplicates": problem((30, 4), kinds=("duplicates",)),
+    "past the end": problem((30, 4), kinds=("past_end",)),
+    "future": problem((10, 6), kinds=("future",)),
+    "many requests": problem(*((n % 7, n % 3) for n in range(14))),
+    "low": RAGGED.replace(data=DataSpec(family="low")),
+    "very low": RAGGED.replace(data=DataSpec(family="very_low", seed=4)),
+    "lowest, fp16": RAGGED.replace(dtype="fp16", data=DataSpec(family="very_low", seed=5)),
+    "low rows": RAGGED.replace(data=DataSpec(family="low_rows")),
+    "no queries": problem((30, 0), (0, 3)),
+    "fp16, exact weights": RAGGED.replace(dtype="fp16", data=DataSpec(weights="exact", family="flat")),
+    "nothing": problem(),
+}
 
 
 def judge(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from harness.checks.stage_case import StageRun
 from harness.checks.there import There
 from harness.problems.problem import Problem
 from reports.records import CaseRecord
-from tests.harness.stage_problems import RAGGED, judge, problem
-from tests.harness.test_stage_cases import ATTEND_FAULTS, CASES, OTHER_FAULTS, PLAIN, RIGHT
+from tests.harness.stage_problems import CASES, PLAIN, RAGGED, RIGHT, broken, judge, problem
+from tests.harness.test_stage_attend import ATTEND_FAULTS
+from tests.harness.test_stage_cases import OTHER_FAULTS
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.bool, torch.float32, torch.int32)
@@ -209,3 +212,42 @@ def test_is_a_result_that_is_a_view_of_an_argument_kept(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(StageRun, "is_elsewhere", True)
     assert not judge("attend", returns_its_own, RAGGED, PLAIN).status.is_finding
+
+
+def _spoils(stage: str, name: str, spoil: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A right function that does something to an input after it has answered."""
+    right = RIGHT[stage]
+
+    @functools.wraps(right)
+    def function(*args: Any, **given: Any) -> Any:
+        own = {key: list(value) if isinstance(value, list) else value for key, value in given.items()}
+        result = right(*args, **own)
+        if len(given[name]):
+            spoil(given[name])
+        return result
+
+    return function
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "name", "spoil"),
+    [
+        ("gather", "src_cache", lambda x: x.resize_(0)),
+        ("gather", "block_table", lambda x: x.add_(1)),
+        ("gather", "cu_seq_lens", lambda x: x.zero_()),
+        ("prefill", "q", lambda x: x.unsqueeze_(0)),
+        ("mask", "topk_indices_per_req", lambda x: x.__setitem__(0, None)),
+        ("mask", "q_lens", lambda x: x.clear()),
+        ("attend", "q", lambda x: setattr(x, "data", x * 2)),
+        ("attend", "cu_seqlens_k", lambda x: x.set_(torch.zeros(3, dtype=torch.int32))),
+        ("merge", "prefix_lse", lambda x: setattr(x, "data", x.clone().fill_(1.0))),
+    ],
+)
+def test_does_a_spoilt_input_accuse_the_subject_and_not_break_the_judge(
+    stage: str, name: str, spoil: Any, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StageRun, "is_elsewhere", elsewhere)
+    record = judge(stage, _spoils(stage, name, spoil), RAGGED, PLAIN)
+    assert broken(record) == ["guard.inputs"], record.message
+    assert f"changed its input {name}" in record.message
