@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, event, given, seed, settin
 from hypothesis.strategies import SearchStrategy
 
 from harness.engine.coverage import Counts
-from harness.engine.steady import no_local_constants
+from harness.engine.steady import plain_draws
 from harness.findings.shrink import shrink
 from harness.findings.store import fingerprint
 from harness.problems.problem import Problem
@@ -168,7 +168,7 @@ def run_hypothesis(
 ) -> None:
     """One run of Hypothesis without database, deadlines and health checks: cases are expensive by nature.
 
-    The same seed and strategy draw the same cases, whatever modules are loaded.
+    The same seed and strategy draw the same cases, whatever modules are loaded (`harness/engine/steady.py`).
     """
 
     @seed(run_seed)
@@ -185,7 +185,7 @@ def run_hypothesis(
     def run(problem: Problem) -> None:
         test(problem)
 
-    with no_local_constants():
+    with plain_draws():
         run()
 
 

@@ -168,9 +168,12 @@ def test_do_cases_with_more_new_features_come_first() -> None:
         return frozenset((number, 0, 0) for number in numbers)
 
     sets = [elements(1), elements(1, 2, 3), elements(4, 5, 6, 1), elements(2, 7, 8)]
-    assert most_new_first(sets, 9) == [2, 3, 1, 0]
-    assert most_new_first(sets, 2) == [2, 3]
-    assert most_new_first([elements(1), elements(2)], 2) == [0, 1]
+    assert most_new_first([(sets, 1)], 9) == [2, 3, 1, 0]
+    assert most_new_first([(sets, 1)], 2) == [2, 3]
+    assert most_new_first([([elements(1), elements(2)], 1)], 2) == [0, 1]
+    others = [elements(7), elements(), elements(), elements()]
+    assert most_new_first([(sets, 1), (others, 1)], 4) == [2, 3, 0, 1]
+    assert most_new_first([(sets, 1), (others, 9)], 4) == [0, 2, 3, 1]
 
 
 def _fault(name: str, detector: str = "mask.bits", **fields: object) -> Mutant:
@@ -409,7 +412,7 @@ def test_is_a_forced_fail_in_each_compiled_kernel_and_function_seen() -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         timeout=280,
         check=False,
     )

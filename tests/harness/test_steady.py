@@ -1,4 +1,4 @@
-"""Does a seed draw the same cases, whatever code is loaded?"""
+"""Does a seed draw the same cases, whatever code is loaded, and each of them afresh?"""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
+from hypothesis.internal.conjecture.engine import ConjectureRunner
 
 from harness.engine import driver
 from harness.engine.driver import run_hypothesis
-from harness.engine.steady import no_local_constants
+from harness.engine.steady import no_local_constants, no_mutations
 from harness.problems.problem import Problem
 from harness.problems.strategies import cases
 
@@ -89,6 +90,31 @@ def test_is_a_version_without_these_names_left_alone(monkeypatch: pytest.MonkeyP
     before = providers._get_local_constants
     with no_local_constants():
         assert providers._get_local_constants is before
+
+
+def test_is_each_case_drawn_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions fill most of a run with examples made of parts of others; the pinned one has nearly none."""
+    calls: list[object] = []
+    monkeypatch.setattr(ConjectureRunner, "generate_mutations_from", lambda self, data: calls.append(data))
+    _drawn_integers(nullcontext())
+    assert calls, "else this version has no mutations at this name"
+    calls.clear()
+    _drawn_cases()
+    assert not calls
+    _drawn_integers(nullcontext())
+    assert calls
+
+
+def test_is_a_version_without_mutations_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ConjectureRunner, "generate_mutations_from")
+    with no_mutations():
+        assert not hasattr(ConjectureRunner, "generate_mutations_from")
+
+
+def test_are_cases_different() -> None:
+    problems: list[Problem] = []
+    run_hypothesis(problems.append, cases("quick"), run_seed=7, max_examples=400, phases=(Phase.generate,))
+    assert len({problem.topk.seed for problem in problems}) > 0.8 * len(problems)
 
 
 def test_do_all_draws_of_the_harness_go_this_way() -> None:

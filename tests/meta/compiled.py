@@ -12,6 +12,8 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
+
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
