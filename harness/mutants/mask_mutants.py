@@ -109,7 +109,7 @@ MASK_MUTANTS = (
         "own",
         "mask",
         "INTERP",
-        "mask.bits",
+        "mask.crowd",
         "Clearing and setting a row are not ordered between the threads of a program.",
         (_KERNELS, "    tl.debug_barrier()\n", ""),
         needs="cuda",

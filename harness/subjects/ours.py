@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from harness.subjects.contract import Contract
 from harness.subjects.layer_domain import LayerDomain
 from optimized.attention.api import masked_mha
 from optimized.attention.fa4 import fa4_available
+from optimized.mask import build_topk_mask
 from optimized.merge import merge_attn_states
 from optimized.metadata import PrefillMetadata, build_prefill_metadata
 from optimized.sparse_mla import SparseMLAImpl
@@ -47,6 +48,10 @@ class OurLayer:
     def attend(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """One attention call alone (`readout.Attend`)."""
         return masked_mha(self.attention, *args, **kwargs)
+
+    def build_mask(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """One mask alone, from the inputs of stage `mask` (`harness.checks.crowd.Build`)."""
+        return build_topk_mask(**inputs)
 
     def merge(self, *args: torch.Tensor) -> None:
         """One merge alone (`harness.checks.merge.Merge`)."""
