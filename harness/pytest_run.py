@@ -72,7 +72,8 @@ class Campaign:
             return Outcome("failed", self._failure(check, broken, len(records)), properties)
         stopped = sum(record.status.is_finding for record in records) - len(broken)
         if judged == 0 and not stopped:
-            return Outcome("skipped", "no case judged it: the contract does not promise it, or it needs a GPU", properties)
+            text = "no case judged it: the contract does not promise it, or it needs a GPU"
+            return Outcome("skipped", text, properties)
         if stopped and not check.endswith(".run"):  # a case that failed later did run
             text = f"not reached in {stopped} of {len(records)} cases, which failed before it; passed in {judged}"
             return Outcome("skipped", text, properties)

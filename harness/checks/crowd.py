@@ -64,7 +64,7 @@ def check_crowd(
     NotRunnable and exhausted memory go through.
     """
     query_len = rows // requests
-    keys = _keys(seed, requests, query_len, context, topk).to(device)
+    keys = _keys(seed, requests, query_len, context, topk, device)
     try:
         mask = _built(build, keys, context)
         wrong = _wrong(mask, keys, context)
@@ -91,14 +91,14 @@ def _launch(keys: torch.Tensor) -> str:
     return f"one launch for {each} rows of {topk:,} keys"
 
 
-def _keys(seed: int, requests: int, query_len: int, context: int, topk: int) -> torch.Tensor:
+def _keys(seed: int, requests: int, query_len: int, context: int, topk: int, device: torch.device) -> torch.Tensor:
     """`[requests, query_len, topk]` int64: different keys in each row, all below `context`."""
-    stream = Stream(seed, _TAG)
-    rows = requests * query_len
+    drawn = torch.from_numpy(Stream(seed, _TAG).integers(context, 2 * requests * query_len))
+    # eight million keys: made on the device from a factor and an offset of each row
+    factors, offsets = drawn.to(device).view(2, requests, query_len, 1)
     # an odd factor permutes the residues of a power of two
-    factors, offsets = (torch.from_numpy(stream.integers(context, rows))[:, None] for _ in range(2))
-    keys = ((2 * factors + 1) * torch.arange(topk) + offsets) % context
-    return keys.view(requests, query_len, topk)
+    keys: torch.Tensor = ((2 * factors + 1) * torch.arange(topk, device=device) + offsets) % context
+    return keys
 
 
 def _built(build: Build, keys: torch.Tensor, context: int) -> Any:
