@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from harness.checks.attend import unpack_bits
 from harness.checks.guards import guarded, same_bits
 from harness.checks.verdict import failed, passed, unravel
 from harness.problems.bits import Stream
@@ -34,6 +35,8 @@ REQUESTS = (8, 1)
 """Builders have a kernel for many requests and one for a single one: by the id of the case, in turn."""
 WORD_BITS = 32
 _TAG = 704
+_ROWS_AT_ONCE = 512
+"""Rows whose bits are compared at a time: 17 MiB."""
 
 Build = Callable[[Mapping[str, Any]], Any]
 """The inputs of stage `mask` by name -> the mask."""
@@ -128,17 +131,29 @@ def _wrong(mask: Any, keys: torch.Tensor, context: int) -> tuple[str, Place] | N
     if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != shape or mask.dtype != torch.int32:
         given = f"shape {tuple(mask.shape)}, {mask.dtype}" if isinstance(mask, torch.Tensor) else type(mask).__name__
         return f"the mask is {given}, must be {shape} int32", Place()
-    wanted = torch.zeros(*shape[:2], shape[2] * WORD_BITS, dtype=torch.bool, device=keys.device)
-    wanted[:, :query_len].scatter_(2, keys, True)
-    shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=keys.device)
-    found = (mask.to(keys.device)[..., None] >> shifts & 1).bool().flatten(2)
-    different = found != wanted
-    count = int(different.sum())
-    if count == 0:
+    count, first = 0, None
+    for request in range(requests):
+        for start in range(0, shape[1], _ROWS_AT_ONCE):
+            part = slice(start, start + _ROWS_AT_ONCE)
+            wanted = _bits_of(keys[request, part], *mask[request, part].shape)
+            different = unpack_bits(mask[request, part].to(keys.device), 0, wanted.shape[1]) != wanted
+            wrong = int(different.sum())
+            if wrong and first is None:
+                row, key = unravel(int(different.flatten().byte().argmax()), different.shape)
+                first = request, start + row, key, bool(wanted[row, key])
+            count += wrong
+    if first is None:
         return None
-    request, row, key = unravel(int(different.flatten().byte().argmax()), different.shape)
+    request, row, key, missed = first
     word, bit = divmod(key, WORD_BITS)
-    kind = "misses" if bool(wanted[request, row, key]) else "has"
+    kind = "misses" if missed else "has"
     owner = f"padded row {row}" if row >= query_len else f"row {row}"
     message = f"{owner} {kind} key {key} (word {word}, bit {bit}); {count} wrong bits"
     return message, Place(request=request, row=row, key=key, word=word, bit=bit)
+
+
+def _bits_of(keys: torch.Tensor, rows: int, words: int) -> torch.Tensor:
+    """`[rows, words * 32]` bool with the keys of the first rows set."""
+    bits = torch.zeros(rows, words * WORD_BITS, dtype=torch.bool, device=keys.device)
+    bits[: keys.shape[0]].scatter_(1, keys, True)
+    return bits

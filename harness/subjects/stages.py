@@ -116,7 +116,7 @@ _MASK = Stage(
         "mask.run": _RUN,
         "mask.shape": "does the mask have the right shape and dtype?",
         "mask.bits": "is every bit of every row right, padding included?",
-        "mask.crowd": "on a GPU: and in a launch of 4,096 rows, where threads run apart?",
+        "mask.crowd": "on a GPU: and in a launch of 4,096 rows of 2,048 keys, where threads run apart?",
         "guard.workspace": "is nothing written around the workspace?",
         "guard.inputs": _INPUTS,
         "guard.repeat": _REPEAT,
