@@ -16,7 +16,7 @@ python=${PYTHON:-python3}
 mlacheck() { "$python" -m harness.cli "$@"; }
 jobs=${JOBS:-12}
 sections=("$@")
-[ $# -gt 0 ] || sections=(tests small_triton small_fa4 full_triton full_fa4 tightness sensitivity compiles bench sanitize mutants_fa4)
+[ $# -gt 0 ] || sections=(tests small_triton small_fa4 full_triton full_fa4 tightness sensitivity compiles bench sanitize mutants_fa4 mutants_cuda)
 run() { mlacheck run --no-shrink --jobs "$jobs" --out "$logs/run_$1" "${@:2}"; }
 
 section_tests() { "$python" -m pytest -q tests/gpu -p no:cacheprovider; }
@@ -33,6 +33,8 @@ section_sanitize() {
     "$python" -m harness.bench.sanitize --attention triton --attention fa4
 }
 section_mutants_fa4() { mlacheck mutants --subject-attention fa4 --jobs "$jobs" --case-timeout 40; }
+# what needs compiled kernels and our Triton attention; the rest of that table runs on any CPU
+section_mutants_cuda() { mlacheck mutants --only mask_barrier_lost --only attend_tile_list_misses_last --jobs 2; }
 
 failed=0
 for section in "${sections[@]}"; do
