@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from harness.checks.crowd import check_crowd, crowd_requests
+from harness.checks.crowd import check_crowd, crowd_of
 from harness.checks.facts import Facts
 from harness.checks.guards import same_bits
 from harness.checks.link import first_bad
@@ -119,9 +119,9 @@ def _judge(
     if not once and int(problem.case_id, 16) % REPEAT_EVERY == 0 and first_bad(checks) is None:
         checks += _repeat(problem, subject, outcome)
     build_mask = getattr(subject, "build_mask", None)
-    requests = crowd_requests(problem.case_id, inputs.q.device)
-    if not once and build_mask is not None and requests is not None and first_bad(checks) is None:
-        checks.append(check_crowd(build_mask, inputs.q.device, int(problem.case_id, 16), requests))
+    if not once and build_mask is not None and first_bad(checks) is None:
+        crowd = crowd_of(problem, subject.contract, inputs.q.device)
+        checks += check_crowd(build_mask, inputs.q.device, crowd)
     return checks
 
 

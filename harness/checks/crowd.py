@@ -3,36 +3,39 @@
 Threads that are not ordered, and programs that write where others do, are mostly ordered by luck: in a launch of a few
 hundred rows, as a small case has, all of its threads run at once and in step. A launch that fills a GPU pulls them
 apart. Our own builder without the barrier between clearing and setting a row passed 400 small cases on an H200, and
-gave wrong bits in each of 60 launches of this size. So some cases make such a launch beside their own; it needs no
-case of that size, whose oracle would cost seconds.
+gave wrong bits in each of 60 launches of 4,096 rows of 128 words. So some cases make such a launch beside their own;
+it needs no case of that size, whose oracle would cost seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from harness.checks.attend import unpack_bits
-from harness.checks.guards import guarded, same_bits
+from harness.checks.guards import GuardedBuffer, guarded, same_bits
 from harness.checks.verdict import failed, passed, unravel
 from harness.problems.bits import Stream
+from harness.problems.problem import Problem
 from harness.problems.workspace import padded_rows, words_per_row
 from harness.subjects.api import NotRunnable
+from harness.subjects.contract import Contract
 from reports.records import CheckRecord, Place, Status
 from reports.text import said
 
 CHECK = "mask.crowd"
 CROWD_EVERY = 4
-"""One case in so many (by its id) makes the launch, on a GPU."""
+"""One case in so many makes the launch, on a GPU."""
 ROWS = 4096
 """Mask rows of the launch, about."""
 CONTEXT = 4096
 """Context keys of each request, a power of two. Top-k rows list these alone: no order of causality shuts one out."""
 TOPK = 2048
 REQUESTS = (8, 1)
-"""Builders have a kernel for many requests and one for a single one: by the id of the case, in turn."""
+"""Builders have a kernel for many requests and one for a single one: in turn."""
 WORD_BITS = 32
 _TAG = 704
 _ROWS_AT_ONCE = 512
@@ -40,103 +43,155 @@ _ROWS_AT_ONCE = 512
 
 Build = Callable[[Mapping[str, Any]], Any]
 """The inputs of stage `mask` by name -> the mask."""
+Wrong = tuple[Status, str, Place]
+"""Status, message and place of what is wrong with a mask."""
 
 
-def crowd_requests(case_id: str, device: torch.device, most: int | None = None) -> int | None:
-    """Requests of the launch that a case makes; None if it makes none. `most`: a contract's `max_requests`."""
-    number = int(case_id, 16)
-    if device.type != "cuda" or number % CROWD_EVERY != 2:
-        return None
-    requests = REQUESTS[number // CROWD_EVERY % len(REQUESTS)]
-    return requests if most is None else min(requests, most)
+@dataclass(frozen=True)
+class Crowd:
+    """One large launch."""
+
+    seed: int
+    requests: int
+    rows: int = ROWS
+    context: int = CONTEXT
+    topk: int = TOPK
+
+    @property
+    def query_len(self) -> int:
+        """Rows of each request."""
+        return self.rows // self.requests
+
+    @property
+    def longest(self) -> int:
+        """Keys that the mask covers."""
+        return self.context + self.query_len
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the mask."""
+        return self.requests, padded_rows(self.query_len), words_per_row(self.longest, reserve=False)
+
+    def __str__(self) -> str:
+        each = f"{self.requests} x {self.query_len:,}" if self.requests > 1 else f"{self.query_len:,}"
+        return f"one launch for {each} rows of {self.topk:,} keys"
+
+    def keys(self, device: torch.device) -> torch.Tensor:
+        """`[requests, query_len, topk]` int64: different keys in each row, all below `context`."""
+        drawn = torch.from_numpy(Stream(self.seed, _TAG).integers(self.context, 2 * self.requests * self.query_len))
+        # eight million keys: made on the device from a factor and an offset of each row
+        factors, offsets = drawn.to(device).view(2, self.requests, self.query_len, 1)
+        # an odd factor permutes the residues of a power of two
+        keys: torch.Tensor = ((2 * factors + 1) * torch.arange(self.topk, device=device) + offsets) % self.context
+        return keys
 
 
-def check_crowd(
-    build: Build,
-    device: torch.device,
-    seed: int,
-    requests: int,
-    *,
-    rows: int = ROWS,
-    context: int = CONTEXT,
-    topk: int = TOPK,
-) -> CheckRecord:
-    """Build one mask of `rows` rows in `requests` requests and compare every bit.
+def crowd_of(problem: Problem, contract: Contract, device: torch.device) -> Crowd | None:
+    """The launch that a case makes; None if it makes none.
 
-    RACY if a second launch gives other bits, FAIL if it gives the same wrong ones, CONTRACT if the builder raises.
-    NotRunnable and exhausted memory go through.
+    By the seed of its top-k sets, which shrinking and earlier calls leave alone: the fault is not lost on the way.
     """
-    query_len = rows // requests
-    keys = _keys(seed, requests, query_len, context, topk, device)
+    seed = problem.topk.seed
+    if device.type != "cuda" or seed % CROWD_EVERY != 2 or contract.topk_multiple > TOPK:
+        return None
+    requests = REQUESTS[seed // CROWD_EVERY % len(REQUESTS)]
+    if contract.max_requests is not None:
+        requests = min(requests, contract.max_requests)
+    return Crowd(seed, requests, topk=TOPK // contract.topk_multiple * contract.topk_multiple)
+
+
+def check_crowd(build: Build, device: torch.device, crowd: Crowd | None) -> list[CheckRecord]:
+    """Build the mask of `crowd` and compare every bit, the memory around it and the inputs.
+
+    Nothing is said without a crowd, and where the builder cannot make the launch or has no memory for it: its size is
+    ours, and not that of the case. RACY if a second launch gives other bits.
+    """
+    if crowd is None:
+        return []
     try:
-        mask = _built(build, keys, context)
-        wrong = _wrong(mask, keys, context)
-        if wrong is None:
-            return passed("mask", CHECK)
-        again = _built(build, keys, context)
-    except (NotRunnable, MemoryError):
+        return _checked(build, crowd, crowd.keys(device))
+    except (NotRunnable, MemoryError, torch.OutOfMemoryError):
+        return []
+    except _Raised as error:
+        return [failed("mask", "mask.run", f"{crowd}: the builder raised {error}", status=Status.CONTRACT)]
+
+
+class _Raised(Exception):  # noqa: N818 - not an error of the harness
+    """The builder raised something, told in words."""
+
+
+def _checked(build: Build, crowd: Crowd, keys: torch.Tensor) -> list[CheckRecord]:
+    mask, guards = _built(build, crowd, keys)
+    wrong = _wrong(mask, crowd, keys)
+    if wrong is None:
+        return [passed("mask", CHECK), *guards]
+    status, message, place = wrong
+    if status is Status.FAIL:
+        before = mask.clone()  # a builder may give its results in one memory
+        try:
+            again, _ = _built(build, crowd, keys)
+            same = _wrong_kind(again, crowd, keys.device) is None and same_bits(again, before)
+            message += "; the same in a second launch" if same else "; others in a second launch"
+            status = status if same else Status.RACY
+        except (NotRunnable, MemoryError, torch.OutOfMemoryError):
+            message += "; a second launch could not be made"
+        except _Raised as error:
+            message += f"; a second launch raised {error}"
+    return [failed("mask", CHECK, f"{crowd}: {message}", place, status=status), *guards]
+
+
+def _built(build: Build, crowd: Crowd, keys: torch.Tensor) -> tuple[Any, list[CheckRecord]]:
+    """The mask, and findings of what else was written. Raises _Raised for what the builder raises."""
+    device = keys.device
+    requests, rows, words = crowd.shape
+    workspace: GuardedBuffer = guarded(requests * rows * words, torch.int32, device)
+    listed = keys.to(torch.int32)
+    inputs = {
+        "topk_indices_per_req": list(listed.unbind()),
+        "q_lens": [crowd.query_len] * requests,
+        "max_q_len": crowd.query_len,
+        "max_seq_len": crowd.longest,
+        "out": workspace.view,
+        "first_query_pos": torch.full((requests,), crowd.context, dtype=torch.int32, device=device),
+        "reserve_key_starts_word": False,
+    }
+    try:
+        mask = build(inputs)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except (NotRunnable, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":
-            raise
-        message = f"{_launch(keys)}: the builder raised {type(error).__name__}: {said(error)}"
-        return failed("mask", CHECK, message, status=Status.CONTRACT)
-    message, place = wrong
-    same = isinstance(again, torch.Tensor) and isinstance(mask, torch.Tensor) and same_bits(again, mask)
-    if same:
-        return failed("mask", CHECK, f"{_launch(keys)}: {message}; the same in a second launch", place)
-    return failed("mask", CHECK, f"{_launch(keys)}: {message}; others in a second launch", place, status=Status.RACY)
+        raise _Raised(f"{type(error).__name__}: {said(error)}") from error
+    guards = [record for record in [workspace.check("workspace")] if record.status.is_finding]
+    if not torch.equal(listed, keys.to(torch.int32)):
+        message = f"{crowd}: the builder changed its input topk_indices_per_req"
+        guards.append(failed("guard", "guard.inputs", message, status=Status.GUARD))
+    return mask, guards
 
 
-def _launch(keys: torch.Tensor) -> str:
-    requests, query_len, topk = keys.shape
-    each = f"{requests} x {query_len:,}" if requests > 1 else f"{query_len:,}"
-    return f"one launch for {each} rows of {topk:,} keys"
+def _wrong_kind(mask: Any, crowd: Crowd, device: torch.device) -> str | None:
+    """What the mask is, unless it is a plain tensor of the right kind."""
+    if not isinstance(mask, torch.Tensor):
+        return f"a {type(mask).__name__}"
+    if mask.layout is not torch.strided:
+        return f"a {mask.layout} tensor"
+    if (tuple(mask.shape), mask.dtype, mask.device) != (crowd.shape, torch.int32, device):
+        return f"of shape {tuple(mask.shape)}, {mask.dtype}, on {mask.device}"
+    return None
 
 
-def _keys(seed: int, requests: int, query_len: int, context: int, topk: int, device: torch.device) -> torch.Tensor:
-    """`[requests, query_len, topk]` int64: different keys in each row, all below `context`."""
-    drawn = torch.from_numpy(Stream(seed, _TAG).integers(context, 2 * requests * query_len))
-    # eight million keys: made on the device from a factor and an offset of each row
-    factors, offsets = drawn.to(device).view(2, requests, query_len, 1)
-    # an odd factor permutes the residues of a power of two
-    keys: torch.Tensor = ((2 * factors + 1) * torch.arange(topk, device=device) + offsets) % context
-    return keys
-
-
-def _built(build: Build, keys: torch.Tensor, context: int) -> Any:
-    requests, query_len, _ = keys.shape
-    device, longest = keys.device, context + query_len
-    words = requests * padded_rows(query_len) * words_per_row(longest, reserve=False)
-    mask = build(
-        {
-            "topk_indices_per_req": list(keys.to(torch.int32).unbind()),
-            "q_lens": [query_len] * requests,
-            "max_q_len": query_len,
-            "max_seq_len": longest,
-            "out": guarded(words, torch.int32, device).view,
-            "first_query_pos": torch.full((requests,), context, dtype=torch.int32, device=device),
-            "reserve_key_starts_word": False,
-        }
-    )
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return mask
-
-
-def _wrong(mask: Any, keys: torch.Tensor, context: int) -> tuple[str, Place] | None:
+def _wrong(mask: Any, crowd: Crowd, keys: torch.Tensor) -> Wrong | None:
     """What is wrong with the mask, and its first wrong bit."""
-    requests, query_len, _ = keys.shape
-    shape = (requests, padded_rows(query_len), words_per_row(context + query_len, reserve=False))
-    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != shape or mask.dtype != torch.int32:
-        given = f"shape {tuple(mask.shape)}, {mask.dtype}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-        return f"the mask is {given}, must be {shape} int32", Place()
+    kind = _wrong_kind(mask, crowd, keys.device)
+    if kind is not None:
+        return Status.SHAPE, f"the mask is {kind}, must be of shape {crowd.shape}, int32, on {keys.device}", Place()
     count, first = 0, None
-    for request in range(requests):
-        for start in range(0, shape[1], _ROWS_AT_ONCE):
+    for request in range(crowd.requests):
+        for start in range(0, crowd.shape[1], _ROWS_AT_ONCE):
             part = slice(start, start + _ROWS_AT_ONCE)
             wanted = _bits_of(keys[request, part], *mask[request, part].shape)
-            different = unpack_bits(mask[request, part].to(keys.device), 0, wanted.shape[1]) != wanted
+            different = unpack_bits(mask[request, part], 0, wanted.shape[1]) != wanted
             wrong = int(different.sum())
             if wrong and first is None:
                 row, key = unravel(int(different.flatten().byte().argmax()), different.shape)
@@ -146,10 +201,9 @@ def _wrong(mask: Any, keys: torch.Tensor, context: int) -> tuple[str, Place] | N
         return None
     request, row, key, missed = first
     word, bit = divmod(key, WORD_BITS)
-    kind = "misses" if missed else "has"
-    owner = f"padded row {row}" if row >= query_len else f"row {row}"
-    message = f"{owner} {kind} key {key} (word {word}, bit {bit}); {count} wrong bits"
-    return message, Place(request=request, row=row, key=key, word=word, bit=bit)
+    owner = f"padded row {row}" if row >= crowd.query_len else f"row {row}"
+    message = f"{owner} {'misses' if missed else 'has'} key {key} (word {word}, bit {bit}); {count} wrong bits"
+    return Status.FAIL, message, Place(request=request, row=row, key=key, word=word, bit=bit)
 
 
 def _bits_of(keys: torch.Tensor, rows: int, words: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from harness.checks.crowd import check_crowd, crowd_requests
+from harness.checks.crowd import check_crowd, crowd_of
 from harness.checks.facts import Facts
 from harness.checks.gather import check_gather
 from harness.checks.guards import GuardedBuffer, guarded
@@ -47,10 +47,9 @@ def judge_mask(run: StageRun) -> list[CheckRecord]:
     records: list[CheckRecord] = []
     for name, first, part, keys, positions in calls:
         records += _one_mask(run, name, first, part, keys, positions)
-    requests = crowd_requests(run.record.case_id, run.device, run.subject.contract.max_requests)
-    if requests is not None and first_bad([*records, *run.records]) is None:
-        seed = int(run.record.case_id, 16)
-        records.append(check_crowd(run.subject, run.device, seed, requests))
+    if first_bad([*records, *run.records]) is None:
+        crowd = crowd_of(run.problem, run.subject.contract, run.device)
+        records += check_crowd(run.subject, run.device, crowd)
     return [] if facts.num_tokens == 0 and first_bad(records) is None else records
 
 

@@ -24,7 +24,7 @@ def replay(what: str, subject: str | None, stage: str | None, timeout: float, as
 
     WHAT is a case file, the folder of a finding, the id of a finding (looked up in runs/), or a case that a run
     kept in its journal, as those near their tolerance. Exit code 0: it passes now; 1: it still fails; 2: malformed
-    file, unknown subject, or the tensors could not be made again.
+    file, unknown subject, the tensors could not be made again, or what accused it looks on a GPU alone.
     """
     from harness.engine.worker import SubjectRefused
     from harness.findings.journaled import journaled_case
@@ -42,7 +42,7 @@ def replay(what: str, subject: str | None, stage: str | None, timeout: float, as
         result = replay_case(case, subject=name, timeout_s=timeout)
     except (CaseFileError, SubjectRefused) as error:
         raise Refusal(str(error)) from None
-    if result.is_the_stored_subject:
+    if result.tells:
         note_replay(path, failing=result.failing)
     if as_json:
         click.echo(json.dumps({"case": str(path), **result.as_dict()}))

@@ -16,6 +16,9 @@ from harness.subjects.names import short_name
 from reports.finding import headline, place_text, terms_text
 from reports.records import CaseRecord
 
+GPU_CHECKS = frozenset({"mask.crowd", "relation.side_stream"})
+"""Checks that are made on a GPU alone: elsewhere nothing has looked for what they found."""
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -54,11 +57,24 @@ class Replay:
         return stored == now
 
     @property
+    def missing(self) -> str | None:
+        """The check that accused, where it was not made this time for want of a GPU."""
+        cause = "" if self.case.expected is None else self.case.expected.cause
+        made = {check.check for check in self.record.checks}
+        return cause if cause in GPU_CHECKS and cause not in made and not self.failing else None
+
+    @property
+    def tells(self) -> bool:
+        """Whether it says anything of the stored finding: its subject was judged, by the check that accused."""
+        return self.is_the_stored_subject and self.missing is None
+
+    @property
     def exit_code(self) -> int:
-        """1: fails; 2: the tensors are not the stored ones, or the harness failed; 0: passes."""
+        """1: fails; 2: not the stored tensors, the harness failed, or the check needs a GPU; 0: passes."""
         if self.failing:
             return 1
-        return 2 if self.same_tensors is False or self.record.stage == HARNESS_STAGE else 0
+        unsure = self.same_tensors is False or self.record.stage == HARNESS_STAGE or self.missing is not None
+        return 2 if unsure else 0
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -68,6 +84,7 @@ class Replay:
             "stage": self.record.stage,
             "message": headline(self.record),
             "same_verdict": self.same_verdict,
+            "missing_check": self.missing,
             "tensor_hash": self.record.tensor_hash,
             "same_tensors": self.same_tensors,
             "margin_out": self.record.margin_out,
@@ -89,6 +106,8 @@ class Replay:
             f"margins  out {_number(record.margin_out)}, LSE {_number(record.margin_lse)}  (err/tol)",
             f"message  {headline(record)}",
         ]
+        if self.missing is not None:
+            lines.append(f"not made {self.missing}, which accused, needs a CUDA GPU: this says nothing of the finding")
         for check in record.checks:
             if check.status.is_finding:
                 parts = (check.status.value, place_text(check.place), check.message)

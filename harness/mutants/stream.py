@@ -26,8 +26,8 @@ POOL_FACTOR = 4
 _VALUE_GROUPS = ("family", "weights", "poison", "topk", "topk_order", "topk_holes", "scale", "lengths", "block_order")
 """Features of the numbers, of which every case has some: they say little about which code runs."""
 PAIR_WEIGHT = 200
-"""A pair of path and number counts as much as so many triples. Of 310 pairs, 200 cases reach all but a few (280 if
-pairs do not count), 9 of 10 of them by case 97 (128); triples after 100 cases are 3 % fewer for it."""
+"""A pair of path and number counts as much as so many triples. Then 200 cases reach all of 310 pairs (280 if pairs do
+not count), 9 of 10 of them by case 94 (161 or later); triples after 100 cases are 3 % fewer for it."""
 _NUMBER = {name: index for index, name in enumerate(FEATURES) if name.partition(":")[0] not in _VALUE_GROUPS}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.checks.crowd import REQUESTS, check_crowd
+from harness.checks.crowd import REQUESTS, Crowd, check_crowd
 from harness.subjects.ours import OurLayer
 from reports.records import Status
 
@@ -16,5 +16,5 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_our_builder_passes(requests: int) -> None:
     builder = OurLayer("triton").build_mask
     for seed in range(20):
-        record = check_crowd(builder, torch.device("cuda"), seed, requests)
+        (record,) = check_crowd(builder, torch.device("cuda", 0), Crowd(seed, requests))
         assert record.status is Status.PASS, record.message

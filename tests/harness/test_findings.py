@@ -176,6 +176,18 @@ def test_does_a_replay_notice_other_tensors() -> None:
     assert (result.failing, result.same_tensors, result.exit_code) == (False, False, 2)
 
 
+@pytest.mark.parametrize("cause", ["mask.crowd", "relation.side_stream"])
+def test_does_a_replay_say_nothing_of_what_a_gpu_alone_shows(cause: str) -> None:
+    stored = CaseFile.of(failing(), LONG)
+    expected = stored.expected.model_copy(update={"cause": cause})  # type: ignore[union-attr]
+    stored = stored.model_copy(update={"expected": expected})
+    result = replay(stored, "good")
+    assert (result.missing, result.tells, result.exit_code) == (cause, False, 2)
+    assert any(f"{cause}, which accused, needs a CUDA GPU" in line for line in result.lines(Path("case.json")))
+    again = replay(stored)
+    assert (again.missing, again.tells, again.exit_code) == (None, True, 1)
+
+
 def test_is_another_subject_not_compared_with_the_stored_verdict() -> None:
     result = replay(CaseFile.of(failing(), LONG), subject="another")
     assert (result.record.subject, result.same_verdict, result.exit_code) == ("another", None, 1)
