@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from harness.checks.attend import unpack_bits
-from harness.checks.guards import GuardedBuffer, guarded, same_bits
+from harness.checks.guards import guarded, same_bits
+from harness.checks.untouched import copy_of, same_as
 from harness.checks.verdict import failed, passed, unravel
 from harness.problems.bits import Stream
 from harness.problems.problem import Problem
@@ -104,50 +105,69 @@ def check_crowd(build: Build, device: torch.device, crowd: Crowd | None) -> list
     """Build the mask of `crowd` and compare every bit, the memory around it and the inputs.
 
     Nothing is said without a crowd, and where the builder cannot make the launch or has no memory for it: its size is
-    ours, and not that of the case. RACY if a second launch gives other bits.
+    ours, and not that of the case. RACY if a second launch gives other bits. All is said under one name: no other
+    check tells what only such a launch shows.
     """
     if crowd is None:
         return []
     try:
-        return _checked(build, crowd, crowd.keys(device))
-    except (NotRunnable, MemoryError, torch.OutOfMemoryError):
-        return []
-    except _Raised as error:
-        return [failed("mask", "mask.run", f"{crowd}: the builder raised {error}", status=Status.CONTRACT)]
+        findings = _findings(build, crowd, crowd.keys(device))
+    except Exception as error:
+        if _cannot(error):
+            return []
+        raise
+    said_of = [failed("mask", CHECK, f"{crowd}: {text}", place, status=status) for status, text, place in findings]
+    return said_of or [passed("mask", CHECK)]
 
 
-class _Raised(Exception):  # noqa: N818 - not an error of the harness
-    """The builder raised something, told in words."""
+def _cannot(error: Exception) -> bool:
+    """Whether it says that the launch cannot be made."""
+    return isinstance(error, NotRunnable | MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
-def _checked(build: Build, crowd: Crowd, keys: torch.Tensor) -> list[CheckRecord]:
-    mask, guards = _built(build, crowd, keys)
-    wrong = _wrong(mask, crowd, keys)
+@dataclass(frozen=True)
+class _Launch:
+    """What one call of the builder gave."""
+
+    mask: Any
+    besides: list[Wrong]
+    """What it raised and wrote besides."""
+    raised: str = ""
+
+
+def _findings(build: Build, crowd: Crowd, keys: torch.Tensor) -> list[Wrong]:
+    first = _launch(build, crowd, keys)
+    wrong = None if first.raised else _wrong(first.mask, crowd, keys)
     if wrong is None:
-        return [passed("mask", CHECK), *guards]
+        return first.besides
     status, message, place = wrong
+    besides = first.besides
     if status is Status.FAIL:
-        before = mask.clone()  # a builder may give its results in one memory
+        before = first.mask.clone()  # a builder may give its results in one memory
         try:
-            again, _ = _built(build, crowd, keys)
-            same = _wrong_kind(again, crowd, keys.device) is None and same_bits(again, before)
-            message += "; the same in a second launch" if same else "; others in a second launch"
-            status = status if same else Status.RACY
-        except (NotRunnable, MemoryError, torch.OutOfMemoryError):
+            again = _launch(build, crowd, keys)
+        except Exception as error:
+            if not _cannot(error):
+                raise
             message += "; a second launch could not be made"
-        except _Raised as error:
-            message += f"; a second launch raised {error}"
-    return [failed("mask", CHECK, f"{crowd}: {message}", place, status=status), *guards]
+        else:
+            besides = besides or [one for one in again.besides if one[0] is Status.GUARD]
+            if again.raised:
+                message += f"; a second launch raised {again.raised}"
+            elif _wrong_kind(again.mask, crowd, keys.device) is None and same_bits(again.mask, before):
+                message += "; the same in a second launch"
+            else:
+                message, status = message + "; others in a second launch", Status.RACY
+    return [(status, message, place), *besides]
 
 
-def _built(build: Build, crowd: Crowd, keys: torch.Tensor) -> tuple[Any, list[CheckRecord]]:
-    """The mask, and findings of what else was written. Raises _Raised for what the builder raises."""
+def _launch(build: Build, crowd: Crowd, keys: torch.Tensor) -> _Launch:
+    """Call the builder once. What says that it cannot be called goes through."""
     device = keys.device
     requests, rows, words = crowd.shape
-    workspace: GuardedBuffer = guarded(requests * rows * words, torch.int32, device)
-    listed = keys.to(torch.int32)
+    workspace = guarded(requests * rows * words, torch.int32, device)
     inputs = {
-        "topk_indices_per_req": list(listed.unbind()),
+        "topk_indices_per_req": list(keys.to(torch.int32).unbind()),
         "q_lens": [crowd.query_len] * requests,
         "max_q_len": crowd.query_len,
         "max_seq_len": crowd.longest,
@@ -155,27 +175,33 @@ def _built(build: Build, crowd: Crowd, keys: torch.Tensor) -> tuple[Any, list[Ch
         "first_query_pos": torch.full((requests,), crowd.context, dtype=torch.int32, device=device),
         "reserve_key_starts_word": False,
     }
+    before = {name: copy_of(value) for name, value in inputs.items() if name != "out"}
+    mask, raised = None, ""
+    besides: list[Wrong] = []
     try:
         mask = build(inputs)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except (NotRunnable, MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
-        raise _Raised(f"{type(error).__name__}: {said(error)}") from error
-    guards = [record for record in [workspace.check("workspace")] if record.status.is_finding]
-    if not torch.equal(listed, keys.to(torch.int32)):
-        message = f"{crowd}: the builder changed its input topk_indices_per_req"
-        guards.append(failed("guard", "guard.inputs", message, status=Status.GUARD))
-    return mask, guards
+        if _cannot(error):
+            raise
+        raised = f"{type(error).__name__}: {said(error)}"
+        besides.append((Status.CONTRACT, f"the builder raised {raised}", Place()))
+    guard = workspace.check("workspace")
+    if guard.status.is_finding:
+        besides.append((Status.GUARD, guard.message, Place()))
+    for name, old in before.items():
+        if not same_as(inputs[name], old):
+            besides.append((Status.GUARD, f"the builder changed its input {name}", Place()))
+    return _Launch(mask, besides, raised)
 
 
 def _wrong_kind(mask: Any, crowd: Crowd, device: torch.device) -> str | None:
     """What the mask is, unless it is a plain tensor of the right kind."""
     if not isinstance(mask, torch.Tensor):
         return f"a {type(mask).__name__}"
-    if mask.layout is not torch.strided:
-        return f"a {mask.layout} tensor"
+    if mask.is_nested or mask.layout is not torch.strided:
+        return f"a {'nested' if mask.is_nested else mask.layout} tensor"
     if (tuple(mask.shape), mask.dtype, mask.device) != (crowd.shape, torch.int32, device):
         return f"of shape {tuple(mask.shape)}, {mask.dtype}, on {mask.device}"
     return None

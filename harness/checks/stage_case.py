@@ -22,6 +22,7 @@ from harness.checks.link import first_bad
 from harness.checks.near import judge_device
 from harness.checks.summary import summarise
 from harness.checks.there import There
+from harness.checks.untouched import copy_of, restore, same_as
 from harness.checks.verdict import failed, passed
 from harness.problems.problem import Problem
 from harness.problems.tensors import build_inputs, tensor_hash
@@ -94,13 +95,13 @@ class StageRun:
         must be left as they were. Raises Ended if the subject raises; running out of memory and NotRunnable go
         through.
         """
-        before = {name: _copy(value) for name, value in offered.items() if name in self.subject.takes}
+        before = {name: copy_of(value) for name, value in offered.items() if name in self.subject.takes}
         result = self._run(call, offered)
         for name, old in before.items():
-            if name not in (buffers or {}) and name not in written and not _same(offered[name], old):
+            if name not in (buffers or {}) and name not in written and not same_as(offered[name], old):
                 message = f"{call} changed its input {name}"
                 self.records.append(failed("guard", "guard.inputs", message, Place(call=call), status=Status.GUARD))
-                _restore(offered[name], old)  # the judge goes on with what was given
+                restore(offered[name], old)  # the judge goes on with what was given
         for name, buffer in (buffers or {}).items():
             self.records.append(buffer.check(GUARD_NAMES.get((self.stage, name), name)))
         return result
@@ -135,8 +136,8 @@ class StageRun:
         if not isinstance(result, torch.Tensor):
             return result
         device = self.device
-        if result.device != device or result.layout is not torch.strided:
-            kind = "" if result.layout is torch.strided else f"{result.layout} "
+        if result.device != device or result.layout is not torch.strided or result.is_nested:
+            kind = "nested " if result.is_nested else "" if result.layout is torch.strided else f"{result.layout} "
             message = f"{call}: it returned a {kind}tensor on {result.device}, must return plain ones on {device}"
             raise Ended(failed(self.stage, f"{self.stage}.shape", message, Place(call=call), status=Status.SHAPE))
         return result.to(self.facts.inputs.q.device, copy=True)
@@ -220,31 +221,6 @@ def _judge(run: StageRun) -> list[CheckRecord]:
     if not any(record.check == "guard.inputs" for record in run.records):
         run.records.append(passed("guard", "guard.inputs"))
     return [*checks, *run.records]
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return [_copy(item) for item in value] if isinstance(value, list) else value
-
-
-def _same(value: Any, old: Any) -> bool:
-    if isinstance(old, torch.Tensor):
-        return isinstance(value, torch.Tensor) and same_bits(value, old)
-    if isinstance(old, list):
-        return len(value) == len(old) and all(_same(a, b) for a, b in zip(value, old, strict=True))
-    return bool(value == old)
-
-
-def _restore(value: Any, old: Any) -> None:
-    """Make a tensor, or a list of anything, what it was."""
-    if isinstance(old, torch.Tensor):
-        if value.shape == old.shape:
-            value.copy_(old)
-        else:
-            value.set_(old.untyped_storage(), old.storage_offset(), old.size(), old.stride())
-    elif isinstance(old, list):
-        value[:] = old
 
 
 def _line(error: BaseException) -> str:

@@ -24,7 +24,8 @@ def replay(what: str, subject: str | None, stage: str | None, timeout: float, as
 
     WHAT is a case file, the folder of a finding, the id of a finding (looked up in runs/), or a case that a run
     kept in its journal, as those near their tolerance. Exit code 0: it passes now; 1: it still fails; 2: malformed
-    file, unknown subject, the tensors could not be made again, or what accused it looks on a GPU alone.
+    file, unknown subject, other tensors than the stored ones, the subject cannot run here, or what accused it is
+    looked for on another kind of machine (GPU or none).
     """
     from harness.engine.worker import SubjectRefused
     from harness.findings.journaled import journaled_case

@@ -32,9 +32,11 @@ def shrink(what: str, max_time: float, subject: str | None, stage: str | None, o
     from harness.engine.pool import Slot
     from harness.engine.reproduce import smallest
     from harness.engine.worker import SubjectRefused, WorkerSpec
+    from harness.findings.replay import missing_check
     from harness.findings.shrink import shrink as shrink_problem
     from harness.findings.store import CaseFile, CaseFileError, fingerprint, load_case, locate, replay_command
     from harness.problems.problem import Problem
+    from reports.records import Status
 
     try:
         path = locate(what, Path("runs"))
@@ -51,6 +53,11 @@ def shrink(what: str, max_time: float, subject: str | None, stage: str | None, o
         slot.prepare()
         domain = slot.domain()
         best = slot.run(case.problem.to_json(), 300.0)
+        if best.status is Status.NOT_RUN:
+            raise Refusal(f"{path}: NOT_RUN: {best.message}")
+        missing = missing_check(case.expected, best)
+        if missing is not None:
+            raise Refusal(f"{path}: it passes here, but {missing}")
         if not best.status.is_finding:
             click.echo(json.dumps({"status": best.status.value}) if as_json else f"{path}: {best.status.value}")
             return

@@ -10,14 +10,26 @@ from typing import Any
 
 from harness.engine.context import PRELOAD, fork_context
 from harness.engine.pool import Slot
-from harness.engine.worker import HARNESS_STAGE, WorkerSpec
+from harness.engine.worker import WorkerSpec
 from harness.findings.store import CaseFile, Expected, cause_of
 from harness.subjects.names import short_name
 from reports.finding import headline, place_text, terms_text
-from reports.records import CaseRecord
+from reports.records import CaseRecord, Status
 
-GPU_CHECKS = frozenset({"mask.crowd", "relation.side_stream"})
-"""Checks that are made on a GPU alone: elsewhere nothing has looked for what they found."""
+PLACES = {
+    "mask.crowd": "on a GPU alone",
+    "relation.side_stream": "on a GPU alone",
+    "relation.delayed_copies": "without a GPU alone",
+}
+"""Checks that are made on some machines: elsewhere nothing has looked for what they found."""
+
+
+def missing_check(expected: Expected | None, record: CaseRecord) -> str | None:
+    """`mask.crowd is made on a GPU alone`: where the check that accused was not made this time; else None."""
+    cause = "" if expected is None else expected.cause
+    if record.status.is_finding or cause not in PLACES or cause in {check.check for check in record.checks}:
+        return None
+    return f"{cause} is made {PLACES[cause]}"
 
 
 @dataclass(frozen=True)
@@ -57,24 +69,23 @@ class Replay:
         return stored == now
 
     @property
-    def missing(self) -> str | None:
-        """The check that accused, where it was not made this time for want of a GPU."""
-        cause = "" if self.case.expected is None else self.case.expected.cause
-        made = {check.check for check in self.record.checks}
-        return cause if cause in GPU_CHECKS and cause not in made and not self.failing else None
+    def silent(self) -> str | None:
+        """Why this says nothing of the stored finding; None if it does."""
+        if self.record.status is Status.NOT_RUN:
+            return "the case was not run"
+        return missing_check(self.case.expected, self.record)
 
     @property
     def tells(self) -> bool:
-        """Whether it says anything of the stored finding: its subject was judged, by the check that accused."""
-        return self.is_the_stored_subject and self.missing is None
+        """Whether the stored finding is known to be open or gone now."""
+        return self.is_the_stored_subject and self.silent is None
 
     @property
     def exit_code(self) -> int:
-        """1: fails; 2: not the stored tensors, the harness failed, or the check needs a GPU; 0: passes."""
+        """1: fails; 2: other tensors than the stored ones, or nothing that tells; 0: passes."""
         if self.failing:
             return 1
-        unsure = self.same_tensors is False or self.record.stage == HARNESS_STAGE or self.missing is not None
-        return 2 if unsure else 0
+        return 2 if self.same_tensors is False or self.silent is not None else 0
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -84,7 +95,7 @@ class Replay:
             "stage": self.record.stage,
             "message": headline(self.record),
             "same_verdict": self.same_verdict,
-            "missing_check": self.missing,
+            "says_nothing": self.silent,
             "tensor_hash": self.record.tensor_hash,
             "same_tensors": self.same_tensors,
             "margin_out": self.record.margin_out,
@@ -106,8 +117,8 @@ class Replay:
             f"margins  out {_number(record.margin_out)}, LSE {_number(record.margin_lse)}  (err/tol)",
             f"message  {headline(record)}",
         ]
-        if self.missing is not None:
-            lines.append(f"not made {self.missing}, which accused, needs a CUDA GPU: this says nothing of the finding")
+        if self.silent is not None:
+            lines.append(f"nothing is said of the finding: {self.silent}")
         for check in record.checks:
             if check.status.is_finding:
                 parts = (check.status.value, place_text(check.place), check.message)

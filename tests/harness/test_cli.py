@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from harness.cli import main
+from harness.findings.store import CaseFile, Expected, read_state, write_state
+from reports.records import Status
 from tests.harness import engine_fakes
 
 NEEDED_KEYS = {
@@ -51,6 +54,24 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     answer = json.loads(done.stdout.splitlines()[-1])
     assert isinstance(answer, dict)
     return answer
+
+
+@pytest.mark.parametrize("command", ["replay", "shrink"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the check is made")
+def test_does_a_finding_of_a_gpu_stay_open_without_one(command: str, tmp_path: Path) -> None:
+    case = engine_fakes.problem((5, 3))
+    folder = tmp_path / "runs" / "r" / "findings" / "mask-racy-0123456789"
+    folder.mkdir(parents=True)
+    expected = Expected(status=Status.RACY, stage="mask", cause="mask.crowd")
+    stored = CaseFile(subject="ours[triton]", problem=case, expected=expected)
+    (folder / "case.json").write_text(stored.text(), encoding="utf-8")
+    write_state(folder, "open")
+    before = read_state(folder)
+    done = mlacheck(tmp_path, command, str(folder))
+    assert done.returncode == 2
+    assert "mask.crowd is made on a GPU alone" in done.stdout + done.stderr
+    assert read_state(folder) == before
+    assert [file.name for file in folder.glob("*.json")].count("case.small.json") == 0
 
 
 def test_does_a_run_of_our_kernels_end_clean_with_one_json_line(tmp_path: Path) -> None:
@@ -177,9 +198,7 @@ def test_is_the_newest_run_reported_again(tmp_path: Path) -> None:
         (ZeroDivisionError("a bug"), "mlacheck: a fault of mlacheck itself (see the traceback above)"),
     ],
 )
-def test_is_exit_code_one_left_to_findings(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, line: str
-) -> None:
+def test_is_exit_code_one_left_to_findings(monkeypatch: pytest.MonkeyPatch, error: BaseException, line: str) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 

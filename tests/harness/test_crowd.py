@@ -22,6 +22,7 @@ from reports.records import CheckRecord, Status
 from tests.harness.engine_fakes import problem
 from tests.harness.traced import batch
 
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 Edit = Callable[[torch.Tensor, int], Any]
 
@@ -148,6 +149,7 @@ def test_wrong_bits_are_not_lost_where_a_second_launch_fails() -> None:
         (lambda mask, _: mask.to("meta"), "on meta, must be"),
         (lambda mask, _: mask.to_sparse(), "a torch.sparse_coo tensor, must be"),
         (lambda mask, _: torch.empty(3, dtype=torch.int32), "of shape (3,)"),
+        (lambda mask, _: torch.nested.nested_tensor([mask[0], mask[1]]), "a nested tensor, must be"),
         (lambda mask, _: None, "the mask is a NoneType"),
     ],
 )
@@ -162,7 +164,7 @@ def test_what_the_builder_raises_is_a_finding() -> None:
         raise ValueError("at most 64 rows")
 
     (record,) = check_crowd(build, CPU, small(1))
-    assert (record.status, record.check) == (Status.CONTRACT, "mask.run")
+    assert (record.status, record.check) == (Status.CONTRACT, "mask.crowd")
     assert "one launch for 48 rows of 24 keys: the builder raised ValueError: at most 64 rows" in record.message
 
 
@@ -174,20 +176,46 @@ def test_a_launch_that_cannot_be_made_says_nothing(error: Exception) -> None:
     assert check_crowd(build, CPU, small()) == []
 
 
+def _behind(out: torch.Tensor) -> torch.Tensor:
+    return out.as_strided((1,), (1,), out.storage_offset() + out.numel())
+
+
 def test_what_is_written_besides_is_found() -> None:
     def build(given: Mapping[str, Any]) -> torch.Tensor:
         mask = build_topk_mask(**given)
-        out = given["out"]
-        out.as_strided((1,), (1,), out.storage_offset() + out.numel()).zero_()
+        _behind(given["out"]).zero_()
         given["topk_indices_per_req"][1][3] = 0
+        given["q_lens"].append(3)
+        given["first_query_pos"].zero_()
         return mask
 
     records = check_crowd(build, CPU, small())
-    assert [(record.check, record.status) for record in records] == [
-        ("mask.crowd", Status.PASS),
-        ("guard.workspace", Status.GUARD),
-        ("guard.inputs", Status.GUARD),
-    ]
+    assert {(record.stage, record.check, record.status) for record in records} == {("mask", "mask.crowd", Status.GUARD)}
+    text = "\n".join(record.message for record in records)
+    assert "for 2 x 24 rows of 24 keys: workspace: element 0 of the guard behind it was written" in text
+    for name in ("topk_indices_per_req", "q_lens", "first_query_pos"):
+        assert f"the builder changed its input {name}" in text
+
+
+def test_what_a_second_launch_writes_and_one_that_raises_is_found() -> None:
+    launches = 0
+
+    def second_writes(given: Mapping[str, Any]) -> torch.Tensor:
+        nonlocal launches
+        launches += 1
+        if launches > 1:
+            _behind(given["out"]).zero_()
+        return flip(build_topk_mask(**given), 0, 0, 0, bit=0)
+
+    records = check_crowd(second_writes, CPU, small())
+    assert [record.status for record in records] == [Status.FAIL, Status.GUARD]
+
+    def raises(given: Mapping[str, Any]) -> torch.Tensor:
+        _behind(given["out"]).zero_()
+        raise ValueError("late")
+
+    records = check_crowd(raises, CPU, small())
+    assert [record.status for record in records] == [Status.CONTRACT, Status.GUARD]
 
 
 def _seeded(seed: int) -> Problem:
@@ -220,6 +248,10 @@ def test_shrinking_and_earlier_calls_keep_the_launch() -> None:
     assert (len(small.requests), small.num_tokens, sum(small.seq_lens), small.history) == (1, 1, 1, ())
 
 
+def _nested(topk_indices_per_req, q_lens, max_q_len, max_seq_len):  # type: ignore[no-untyped-def]
+    return torch.nested.nested_tensor([torch.zeros(128, 4, dtype=torch.int32) for _ in q_lens])
+
+
 def test_the_layer_and_builders_are_judged_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (case, stage_small):
         monkeypatch.setattr(module, "crowd_of", lambda problem, contract, device: small(1))
@@ -243,6 +275,9 @@ def test_the_layer_and_builders_are_judged_by_it(monkeypatch: pytest.MonkeyPatch
     record = check_stage(judged, StageSubject("mine", "mask", few_rows, Contract()), CPU)
     assert record.status is Status.PASS
     assert "mask.crowd" not in [check.check for check in record.checks]
+    record = check_stage(judged, StageSubject("mine", "mask", _nested, Contract()), CPU)
+    assert (record.status, record.stage) == (Status.SHAPE, "mask")
+    assert "it returned a nested tensor on cpu" in record.message
     monkeypatch.setattr(OurLayer, "build_mask", lambda self, given: 1 / 0)
     record = check_case(judged, "ours[triton]")
     assert (record.status, record.stage) == (Status.CONTRACT, "mask")

@@ -176,16 +176,29 @@ def test_does_a_replay_notice_other_tensors() -> None:
     assert (result.failing, result.same_tensors, result.exit_code) == (False, False, 2)
 
 
-@pytest.mark.parametrize("cause", ["mask.crowd", "relation.side_stream"])
-def test_does_a_replay_say_nothing_of_what_a_gpu_alone_shows(cause: str) -> None:
+@pytest.mark.parametrize(
+    ("cause", "where"),
+    [
+        ("mask.crowd", "on a GPU alone"),
+        ("relation.side_stream", "on a GPU alone"),
+        ("relation.delayed_copies", "without a GPU alone"),
+    ],
+)
+def test_does_a_replay_say_nothing_of_what_was_not_looked_for(cause: str, where: str) -> None:
     stored = CaseFile.of(failing(), LONG)
     expected = stored.expected.model_copy(update={"cause": cause})  # type: ignore[union-attr]
     stored = stored.model_copy(update={"expected": expected})
     result = replay(stored, "good")
-    assert (result.missing, result.tells, result.exit_code) == (cause, False, 2)
-    assert any(f"{cause}, which accused, needs a CUDA GPU" in line for line in result.lines(Path("case.json")))
+    assert (result.silent, result.tells, result.exit_code) == (f"{cause} is made {where}", False, 2)
+    assert f"nothing is said of the finding: {cause} is made {where}" in result.lines(Path("case.json"))
     again = replay(stored)
-    assert (again.missing, again.tells, again.exit_code) == (None, True, 1)
+    assert (again.silent, again.tells, again.exit_code) == (None, True, 1)
+
+
+def test_does_a_case_that_was_not_run_close_nothing() -> None:
+    result = replay(CaseFile.of(failing(), LONG), "not_here")
+    assert (result.record.status, result.tells, result.exit_code) == (Status.NOT_RUN, False, 2)
+    assert result.silent == "the case was not run"
 
 
 def test_is_another_subject_not_compared_with_the_stored_verdict() -> None:
