@@ -1,4 +1,4 @@
-"""Which stage a piece of the code under test belongs to, by the file that it stands in.
+"""Whom an exception accuses: the stage of the code under test, by the file that it stands in, or want of memory.
 
 An exception, a crash and a hang leave no result that a stage check could judge, but they leave frames. Needs neither
 torch nor the code under test.
@@ -70,3 +70,8 @@ def _basename(path: str) -> str:
 def _stage(path: str) -> str | None:
     parts = path.replace("\\", "/").split("/")
     return STAGE_OF_FILE.get(parts[-1]) if "optimized" in parts[:-1] else None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host or a device has no memory left; the latter's exceptions share a name and no class."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from harness.checks.blame import is_out_of_memory
 from harness.checks.crowd import check_crowd, crowd_of
 from harness.checks.facts import Facts
 from harness.checks.guards import same_bits
@@ -96,10 +97,8 @@ def _judge(
         outcome = subject.prefill(problem, inputs, traced=True)
     except NotRunnable as reason:
         return [failed("prefill", "prefill.run", said(reason), status=Status.NOT_RUN)]
-    except MemoryError:
-        raise
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":
+        if is_out_of_memory(error):
             raise
         if refusal_expected and isinstance(error, ValueError):
             record.paths = ["refused"]

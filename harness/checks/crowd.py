@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 from harness.checks.attend import unpack_bits
+from harness.checks.blame import is_out_of_memory
 from harness.checks.guards import guarded, same_bits
+from harness.checks.mask import WORD_BITS, bit_text
+from harness.checks.places import is_made_on
 from harness.checks.untouched import copy_of, same_as
 from harness.checks.verdict import failed, passed, unravel
 from harness.problems.bits import Stream
@@ -37,7 +40,6 @@ CONTEXT = 4096
 TOPK = 2048
 REQUESTS = (8, 1)
 """Builders have a kernel for many requests and one for a single one: in turn."""
-WORD_BITS = 32
 _TAG = 704
 _ROWS_AT_ONCE = 512
 """Rows whose bits are compared at a time: 17 MiB."""
@@ -93,7 +95,7 @@ def crowd_of(problem: Problem, contract: Contract, device: torch.device) -> Crow
     By the seed of its top-k sets, which shrinking and earlier calls leave alone: the fault is not lost on the way.
     """
     seed = problem.topk.seed
-    if device.type != "cuda" or seed % CROWD_EVERY != 2 or contract.topk_multiple > TOPK:
+    if not is_made_on(CHECK, device.type) or seed % CROWD_EVERY != 2 or contract.topk_multiple > TOPK:
         return None
     requests = REQUESTS[seed // CROWD_EVERY % len(REQUESTS)]
     if contract.max_requests is not None:
@@ -122,7 +124,7 @@ def check_crowd(build: Build, device: torch.device, crowd: Crowd | None) -> list
 
 def _cannot(error: Exception) -> bool:
     """Whether it says that the launch cannot be made."""
-    return isinstance(error, NotRunnable | MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, NotRunnable) or is_out_of_memory(error)
 
 
 @dataclass(frozen=True)
@@ -227,8 +229,7 @@ def _wrong(mask: Any, crowd: Crowd, keys: torch.Tensor) -> Wrong | None:
         return None
     request, row, key, missed = first
     word, bit = divmod(key, WORD_BITS)
-    owner = f"padded row {row}" if row >= crowd.query_len else f"row {row}"
-    message = f"{owner} {'misses' if missed else 'has'} key {key} (word {word}, bit {bit}); {count} wrong bits"
+    message = f"{bit_text(row, crowd.query_len, key, missed=missed)}; {count} wrong bits"
     return Status.FAIL, message, Place(request=request, row=row, key=key, word=word, bit=bit)
 
 

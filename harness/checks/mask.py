@@ -122,6 +122,13 @@ def check_mask(
     return passed("mask", "mask.bits")
 
 
+def bit_text(row: int, query_len: int, key: int, *, missed: bool) -> str:
+    """`row 31 misses key 31 (word 0, bit 31)`, `padded row 40 has key 3 (word 0, bit 3)`."""
+    word, bit = divmod(key, WORD_BITS)
+    owner = "padded row" if row >= query_len else "row"
+    return f"{owner} {row} {'misses' if missed else 'has'} key {key} (word {word}, bit {bit})"
+
+
 def _first_wrong_bit(call: str, found: np.ndarray, expected: np.ndarray, query_len: int, request: int) -> CheckRecord:
     difference = found ^ expected
     row, word = (int(i) for i in np.argwhere(difference)[0])
@@ -129,12 +136,7 @@ def _first_wrong_bit(call: str, found: np.ndarray, expected: np.ndarray, query_l
     key = word * WORD_BITS + bit
     missed = bool(expected[row, word] >> np.uint32(bit) & np.uint32(1))
     total = int(np.unpackbits(difference.view(np.uint8)).sum())
-    kind = "misses" if missed else "has"
-    where = f"key {key} (word {word}, bit {bit})"
-    if row >= query_len:
-        message = f"padded row {row} has {where}, must be clear"
-    else:
-        message = f"row {row} {kind} {where}"
-    message += f"; {total} wrong bits in this request"
+    clear = ", must be clear" if row >= query_len else ""
+    message = f"{bit_text(row, query_len, key, missed=missed)}{clear}; {total} wrong bits in this request"
     place = Place(call=call, request=request, row=row, key=key, word=word, bit=bit)
     return failed("mask", "mask.bits", message, place)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from harness.checks.blame import stage_of_error
+from harness.checks.blame import is_out_of_memory, stage_of_error
 from harness.checks.facts import Facts
 from harness.checks.link import first_bad
 from harness.checks.raised import check_raised
@@ -39,8 +39,7 @@ def check_related(base: Base, judge_run: JudgeRun) -> list[CheckRecord]:
 
 def _raised_in_run(base: Base, error: Exception) -> list[CheckRecord]:
     """The exception of a changed run. What did not come from the subject is a fault of the harness and raised on."""
-    out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    if not base.runs or out_of_memory or stage_of_error(error) is None:
+    if not base.runs or is_out_of_memory(error) or stage_of_error(error) is None:
         raise error
     problem, inputs = base.runs[-1]
     return check_raised(Facts(problem, inputs, base.subject.contract), getattr(base.subject, "trace", None), error)

@@ -14,6 +14,7 @@ import torch
 from harness.checks.deferred import DelayedCopies
 from harness.checks.facts import Facts
 from harness.checks.guards import same_bits
+from harness.checks.places import is_made_on
 from harness.checks.streams import on_side_stream
 from harness.checks.verdict import failed, passed
 from harness.problems.problem import Problem
@@ -249,6 +250,10 @@ def _side_stream(base: Base) -> CheckRecord:
     return _bitwise("side_stream", base, result, (base.out, base.lse))
 
 
+def _is_made_here(name: str, base: Base) -> bool:
+    return is_made_on(f"{STAGE}.{name}", base.inputs.q.device.type)
+
+
 RELATIONS = (
     Relation("values_doubled", "W_UV x 2: output x 2, same LSE", _values_can_double, _double_values),
     Relation(
@@ -285,13 +290,13 @@ RELATIONS = (
     Relation(
         "delayed_copies",
         "copies may run late",
-        lambda base: not base.inputs.q.is_cuda and base.subject.contract.deterministic,
+        lambda base: _is_made_here("delayed_copies", base) and base.subject.contract.deterministic,
         _delayed_copies,
     ),
     Relation(
         "side_stream",
         "the stream does not matter",
-        lambda base: base.inputs.q.is_cuda and base.subject.contract.deterministic,
+        lambda base: _is_made_here("side_stream", base) and base.subject.contract.deterministic,
         _side_stream,
     ),
 )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from harness.checks.blame import is_out_of_memory
 from harness.checks.facts import Facts
 from harness.checks.guards import GuardedBuffer, same_bits
 from harness.checks.link import first_bad
@@ -114,10 +115,10 @@ class StageRun:
             result = self.subject(offered if there is None else there.arguments)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-        except (NotRunnable, MemoryError):
+        except NotRunnable:
             raise
         except Exception as error:
-            if type(error).__name__ == "OutOfMemoryError":
+            if is_out_of_memory(error):
                 raise
             message = f"{call}: the subject raised {type(error).__name__} on a legal case: {said(error)}{_line(error)}"
             check = f"{self.stage}.run"

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from harness.checks.blame import is_out_of_memory
 from harness.engine.core_time import pid_file
 from harness.engine.device_fault import BLOCKING, device_fault, lost
 from harness.problems.problem import Problem
@@ -230,4 +231,4 @@ def _free_device_memory() -> None:
 
 
 def _is_device_oom(error: Exception) -> bool:
-    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in said(error)
+    return is_out_of_memory(error) or "can't allocate memory" in said(error)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.checks.places import where_made
 from harness.engine.context import PRELOAD, fork_context
 from harness.engine.pool import Slot
 from harness.engine.worker import WorkerSpec
@@ -16,20 +17,14 @@ from harness.subjects.names import short_name
 from reports.finding import headline, place_text, terms_text
 from reports.records import CaseRecord, Status
 
-PLACES = {
-    "mask.crowd": "on a GPU alone",
-    "relation.side_stream": "on a GPU alone",
-    "relation.delayed_copies": "without a GPU alone",
-}
-"""Checks that are made on some machines: elsewhere nothing has looked for what they found."""
-
 
 def missing_check(expected: Expected | None, record: CaseRecord) -> str | None:
     """`mask.crowd is made on a GPU alone`: where the check that accused was not made this time; else None."""
     cause = "" if expected is None else expected.cause
-    if record.status.is_finding or cause not in PLACES or cause in {check.check for check in record.checks}:
+    where = where_made(cause)
+    if record.status.is_finding or where is None or cause in {check.check for check in record.checks}:
         return None
-    return f"{cause} is made {PLACES[cause]}"
+    return f"{cause} is made {where}"
 
 
 @dataclass(frozen=True)
